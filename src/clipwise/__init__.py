@@ -1,0 +1,56 @@
+"""Differentially private training for PyTorch at the speed of ordinary training."""
+
+from . import rules as _rules  # registers the rules
+from . import testing
+from .clipping import Clipping, automatic, flat, per_group, per_layer
+from .errors import (
+    BadClipping,
+    ConsumedTape,
+    LossIndependent,
+    LossShape,
+    MixedExamples,
+    Refusal,
+    StateWrite,
+    UncoveredUse,
+    UnseenUse,
+    WrongRule,
+)
+from .factors import Convolution, Dense, Outer, Rows
+from .marks import constant
+from .registry import Call, rewrite, rule
+from .release import clipped_gradients, clipped_loss, per_example_norms
+from .tape import Tape, capture
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadClipping",
+    "Call",
+    "Clipping",
+    "ConsumedTape",
+    "Convolution",
+    "Dense",
+    "LossIndependent",
+    "LossShape",
+    "MixedExamples",
+    "Outer",
+    "Refusal",
+    "Rows",
+    "StateWrite",
+    "Tape",
+    "UncoveredUse",
+    "UnseenUse",
+    "WrongRule",
+    "automatic",
+    "capture",
+    "clipped_gradients",
+    "clipped_loss",
+    "constant",
+    "flat",
+    "per_example_norms",
+    "per_group",
+    "per_layer",
+    "rewrite",
+    "rule",
+    "testing",
+]

@@ -1,0 +1,150 @@
+"""From norms to weights, and the sensitivity that follows.
+
+A clipping puts the parameters into groups, measures each example's gradient in each group and scales it down. It knows its
+own `sensitivity` S: adding or removing one example moves the sum of the scaled gradients by at most S in the 2-norm.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from .errors import BadClipping
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose gradients are measured together, and the bound on their joint norm."""
+
+    names: tuple[str, ...]
+    bound: float
+
+
+class Clipping(ABC):
+    """How much of each example's gradient may pass."""
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float:
+        """The most that one example can move the clipped sum."""
+
+    @abstractmethod
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        """A partition of the trainable parameters `names`."""
+
+    def scale(self, norms: Tensor, bound: float) -> Tensor:
+        """The weight of an example whose gradient has this norm: ν = min(1, C/‖g‖) (paper, Equation 2)."""
+        return (bound / norms).clamp(max=1.0)
+
+    def weights(self, squared_norms: Mapping[str, Tensor], names: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
+        """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere gets weight zero everywhere."""
+        finite = torch.stack(list(squared_norms.values())).sum(0).isfinite()
+        weights = {}
+        for group in self.groups(names):
+            present = [squared_norms[name] for name in group.names if name in squared_norms]
+            if present:
+                scale = torch.where(finite, self.scale(torch.stack(present).sum(0).sqrt(), group.bound), 0.0)
+                weights |= {name: scale for name in group.names if name in squared_norms}
+        return weights, finite
+
+
+def _check_bound(bound: float, what: str = "the clipping bound") -> float:
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not (0 < bound < math.inf):
+        raise BadClipping(f"{what} must be a positive, finite number, got {bound!r}.", "Pass the largest norm a gradient may keep, e.g. flat(1.0).")
+    return float(bound)
+
+
+@dataclass(frozen=True)
+class Flat(Clipping):
+    bound: float
+
+    @property
+    def sensitivity(self) -> float:
+        return self.bound
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        return [Group(tuple(names), self.bound)]
+
+
+@dataclass(frozen=True)
+class PerLayer(Clipping):
+    bound: float
+
+    @property
+    def sensitivity(self) -> float:
+        return self.bound
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        return [Group(tuple(members), self.bound / math.sqrt(len(layers))) for members in layers.values()]
+
+
+@dataclass(frozen=True)
+class PerGroup(Clipping):
+    bounds: tuple[tuple[str, float], ...]
+
+    @property
+    def sensitivity(self) -> float:
+        return math.hypot(*(bound for _, bound in self.bounds))
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        members: dict[str, list[str]] = {pattern: [] for pattern, _ in self.bounds}
+        for name in names:
+            pattern = next((pattern for pattern in members if fnmatchcase(name, pattern)), None)
+            if pattern is None:
+                raise BadClipping(f"no pattern of per_group matches the parameter {name}.", 'Add a pattern for it; "*" last takes the rest.')
+            members[pattern].append(name)
+        idle = [pattern for pattern, found in members.items() if not found]
+        if idle:
+            raise BadClipping(f"the pattern {idle[0]!r} of per_group gets no parameter.", f"Parameters are named {', '.join(names[:4])} …")
+        return [Group(tuple(members[pattern]), bound) for pattern, bound in self.bounds]
+
+
+@dataclass(frozen=True)
+class Automatic(Clipping):
+    bound: float
+    stability: float
+
+    @property
+    def sensitivity(self) -> float:
+        return self.bound
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        return [Group(tuple(names), self.bound)]
+
+    def scale(self, norms: Tensor, bound: float) -> Tensor:
+        """ν = C / (‖g‖ + γ)."""
+        return bound / (norms + self.stability)
+
+
+def flat(bound: float) -> Clipping:
+    """The whole gradient of an example is scaled down to norm `bound` (Abadi et al. 2016). Sensitivity: bound."""
+    return Flat(_check_bound(bound))
+
+
+def per_layer(bound: float) -> Clipping:
+    """Each of the m layers (modules that own trainable parameters) is scaled down to bound/√m (McMahan et al. 2018). Sensitivity: bound."""
+    return PerLayer(_check_bound(bound))
+
+
+def per_group(bounds: Mapping[str, float]) -> Clipping:
+    """Parameters whose name matches a pattern share that pattern's bound; the first match counts. Sensitivity: √Σ bound².
+
+    clipwise.per_group({"encoder.*": 1.0, "*.bias": 0.1, "*": 0.5})
+    """
+    if not bounds:
+        raise BadClipping("per_group needs at least one pattern.", 'For example per_group({"encoder.*": 1.0, "*": 0.5}).')
+    return PerGroup(tuple((pattern, _check_bound(bound, f"the bound of {pattern!r}")) for pattern, bound in bounds.items()))
+
+
+def automatic(bound: float = 1.0, *, stability: float = 0.01) -> Clipping:
+    """Every gradient is normalised: bound·g/(‖g‖ + stability) (Bu et al. 2023). Sensitivity: bound."""
+    return Automatic(_check_bound(bound), _check_bound(stability, "the stability constant"))

@@ -1,0 +1,99 @@
+"""From a vector of losses to the gradients of its examples: one backward pass to the taps, verified where it is new."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .coverage import fingerprint
+from .errors import LossIndependent, LossShape
+from .factors import Dense
+from .gradients import ExampleGradients
+from .tape import Tape
+from .taps import Record
+from .verify import Heard, verified_gradients
+
+
+def check_losses(tape: Tape, losses: Tensor) -> None:
+    """One floating-point entry an example, made from the model, not used before."""
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or not losses.is_floating_point():
+        got = f"a {losses.dtype} tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"{type(losses).__name__}"
+        raise LossShape(f"losses must be a vector with one floating-point entry an example, got {got}.", _shape_repair(losses))
+    tape.check_unused(losses)
+    if losses.grad_fn is None:
+        raise LossIndependent("losses carry no gradient: they do not depend on the model.", _INDEPENDENT_REPAIR)
+
+
+def _shape_repair(losses: object) -> str:
+    if isinstance(losses, Tensor) and losses.dim() == 0:
+        return 'Keep the examples apart: reduction="none", e.g. F.cross_entropy(output, target, reduction="none").'
+    if isinstance(losses, Tensor) and losses.dim() == 2 and losses.shape[1] == 1:
+        return "Drop the last axis: losses.squeeze(1); and compare the model's output with targets of the same shape."
+    if isinstance(losses, Tensor) and losses.dim() > 1:
+        return "Add up or average over everything but the examples: losses.flatten(1).mean(1)."
+    return "Pass the tensor of losses, one entry an example."
+
+
+_INDEPENDENT_REPAIR = (
+    "Compute them inside capture() with gradients enabled, from a model with trainable parameters (not under torch.no_grad(), not detached)."
+)
+
+
+def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleGradients:
+    """The gradients of every example. `keep_graph` leaves the graph usable for another backward pass."""
+    check_losses(tape, losses)
+    found = tape.recall(losses)
+    if found is None:
+        found = _collect_few(tape, losses, keep_graph) if len(losses) < 2 else _collect(tape, losses, keep_graph)
+        if keep_graph:
+            tape.remember(losses, found)
+    return found
+
+
+def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
+    known = tape.experience.layouts.setdefault(fingerprint(losses), {})
+    is_new = not tape.created <= known.keys()
+    gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+    waiting: list[Heard] = []
+    heard_any = False
+
+    def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+        nonlocal heard_any
+        heard_any = True
+        if is_new or record.output is not None:
+            waiting.append((record, grad, kept))
+        else:
+            gradients.add(record, grad, kept, known[record.key])
+
+    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph)
+    if is_new:
+        found = verified_gradients(tape, losses, waiting, known)
+        if not heard_any:
+            raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
+        return found
+    if not heard_any:
+        raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
+    with tape.pause():
+        for record, grad, kept in waiting:
+            gradients.add(record, grad, kept, known[record.key])
+        gradients.finish()
+    return gradients
+
+
+def _collect_few(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
+    """No example: zeros. One example: its gradient is the gradient, there is nothing to keep apart."""
+    parameters = tape.marks.trainable()
+    gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+    if len(losses) == 0:
+        found: list[Tensor | None] = [torch.zeros_like(parameter) for parameter in parameters.values()]
+    else:
+        found = tape.backward(losses, torch.ones_like(losses), None, inputs=list(parameters.values()), retain_graph=keep_graph)
+        if all(grad is None for grad in found):
+            raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
+    with tape.pause():
+        for parameter, grad in zip(parameters.values(), found):
+            if grad is not None:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                gradients.add_factor(parameter, Dense(dense.expand(len(losses), *dense.shape)))
+        gradients.finish()
+    return gradients

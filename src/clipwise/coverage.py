@@ -1,0 +1,73 @@
+"""Is every use of every parameter seen? Decided from the autograd graph alone, whatever the numbers are.
+
+From the losses downwards, the only way to a trainable parameter must lead through a tap. A custom autograd function, a
+scripted or compiled region, a parameter changed behind the tape's back: each leaves a path that does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .errors import UncoveredUse, UnseenUse
+from .marks import Marks
+from .taps import Tap
+
+_HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
+_TAP_NAME = f"{Tap.__name__}Backward"
+
+
+def fingerprint(losses: Tensor) -> int:
+    """A hash of the operations between the losses and the taps nearest to them: the part of the path the tape may not have seen."""
+    names, queue, seen = [], [losses.grad_fn], {losses.grad_fn}
+    while queue and len(names) < _HEAD:
+        node: Any = queue.pop()
+        names.append(node.name())
+        if names[-1] != _TAP_NAME:
+            for parent, _ in node.next_functions:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    queue.append(parent)
+    return hash(tuple(names))
+
+
+def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
+    """Refuse if a trainable parameter is reached past the taps. Returns the nodes between the losses and the parameters."""
+    reached_from: dict[Any, Any] = {losses.grad_fn: None}
+    queue = [losses.grad_fn]
+    while queue:
+        node: Any = queue.pop()
+        record = getattr(node, "record", None) if node.name() == _TAP_NAME else None
+        if record is not None:
+            parents = record.upstream
+        else:
+            if node.name() == "CheckpointFunctionBackward":
+                raise UncoveredUse(
+                    "torch.utils.checkpoint is used with use_reentrant=True, which runs the forward pass where no tape can follow.",
+                    "Pass use_reentrant=False: checkpoint(function, x, use_reentrant=False).",
+                )
+            parents = [parent for parent, _ in node.next_functions]
+        for parent in parents:
+            if parent is not None and parent not in reached_from:
+                reached_from[parent] = node
+                queue.append(parent)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in marks.parameters and variable.requires_grad:
+            raise _unseen(variable, node, reached_from, marks)
+    return set(reached_from)
+
+
+def _unseen(parameter: Tensor, node: Any, reached_from: dict[Any, Any], marks: Marks) -> UnseenUse:
+    path = []
+    while (node := reached_from[node]) is not None and len(path) < 4:
+        path.append(node.name())
+    names = " <- ".join(path) or "the losses themselves"
+    repair = "Write that computation with torch functions inside capture(), or freeze the parameter."
+    if any("CompiledFunction" in name for name in path):
+        repair = "That region was compiled before the tape could see it: call the uncompiled module, or freeze the parameter."
+    return UnseenUse(
+        f"{marks.describe([parameter])} is used where the tape cannot see it, by the autograd node {names}{marks.where([parameter])}; "
+        "a custom autograd.Function, torch.jit.script, or a computation outside capture() does that.",
+        repair,
+    )

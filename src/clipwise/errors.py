@@ -1,0 +1,55 @@
+"""Refusals: every way clipwise says no, each with what, where and the repair.
+
+A refusal is decided by structure (shapes, graph, configuration), never by the value of a record: an exception that one
+record can trigger would tell the world about that record.
+"""
+
+
+class Refusal(RuntimeError):
+    """Something that cannot be shown to be clipped per example. Nothing was changed; the step may be repaired and repeated."""
+
+    def __init__(self, what: str, repair: str):
+        super().__init__(f"{what}\n  {repair}")
+        self.what = what
+        self.repair = repair
+
+
+class LossShape(Refusal):
+    """`losses` is not a vector with one floating-point entry an example."""
+
+
+class LossIndependent(Refusal):
+    """`losses` does not depend on any trainable parameter that the tape watches."""
+
+
+class UncoveredUse(Refusal):
+    """A trainable parameter is used by a function that has no rule, in a way no rule covers, or outside the tape's sight."""
+
+
+class UnseenUse(UncoveredUse):
+    """A trainable parameter reaches the losses through autograd nodes that the tape never saw."""
+
+
+class MixedExamples(Refusal):
+    """The loss of one example depends on another example."""
+
+
+class StateWrite(Refusal):
+    """Example data is written into a buffer or a parameter, which would be released with the model."""
+
+
+class WrongRule(Refusal):
+    """The factors of a parameter do not add up to autograd's own gradient: some rule is wrong."""
+
+
+class ConsumedTape(Refusal):
+    """These losses were already turned into a gradient; their graph is gone."""
+
+
+class BadClipping(Refusal, ValueError):
+    """A clipping that cannot be: a bound that is not positive, a pattern that matches no parameter."""
+
+
+for _class in list(globals().values()):
+    if isinstance(_class, type) and issubclass(_class, Refusal):
+        _class.__module__ = "clipwise"

@@ -1,0 +1,79 @@
+"""What a factor is: the gradients of B examples with respect to one tensor, not yet written out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Grouping(Protocol):
+    """Sorts rows into examples: (R, ...) → (B, k, ...), k rows an example, empty places filled with zeros."""
+
+    batch: int
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+    def owners(self) -> Tensor:
+        """(R,): the example each row belongs to, -1 for none."""
+        ...
+
+
+class Factor(ABC):
+    """The gradients g_1 … g_B of B examples with respect to one tensor of shape `shape`, in whatever form is cheapest.
+
+    A rule makes a factor whose rows are the rows of the call's output; `merge` then gathers the rows of each example.
+    Everything a factor computes is in float32, or in float64 if its tensors are.
+    """
+
+    shape: torch.Size
+    batch: int
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Written out: (B, *shape)."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ_i weights[i]·g_i, of shape `shape`. An example of weight zero adds exactly nothing, even if g_i is not finite."""
+
+    @abstractmethod
+    def mass(self) -> Tensor:
+        """(B,) ≥ ‖g_i‖: the sum of the norms of the terms that make up g_i, which scales the rounding error of adding them."""
+
+    @abstractmethod
+    def merge(self, grouping: Grouping) -> Factor:
+        """The same gradients with the rows of each example added up: R rows become B examples."""
+
+    @abstractmethod
+    def examples(self, start: int, stop: int) -> Factor:
+        """The factor of the examples start … stop-1 alone."""
+
+    @abstractmethod
+    def reshaped(self, shape: torch.Size) -> Factor:
+        """The same numbers in the same order for a tensor of another shape."""
+
+    @property
+    @abstractmethod
+    def elements(self) -> int:
+        """How many numbers an example holds in this form."""
+
+    @property
+    @abstractmethod
+    def dense_flops(self) -> int:
+        """Floating-point operations an example costs to be written out."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The precision of the result."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...

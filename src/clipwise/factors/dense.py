@@ -1,0 +1,79 @@
+"""Gradients that are written out: biases, normalisation scales, class tokens, whatever is small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..numerics import drop_rows, flat_rows, squared_norms, to_accumulate
+from .base import Factor, Grouping
+
+
+class Dense(Factor):
+    """g_i = grad[i].
+
+    `Dense.summed(terms)` adds up the terms of each row and remembers how large they were: a sum that cancels is small,
+    but its rounding error is as large as its terms.
+    """
+
+    def __init__(self, grad: Tensor, *, mass: Callable[[], Tensor] | None = None):
+        self.grad = to_accumulate(grad)  # (B, *shape)
+        self.shape = grad.shape[1:]
+        self.batch = grad.shape[0]
+        self._mass = mass
+
+    @classmethod
+    def summed(cls, terms: Tensor, shape: torch.Size | tuple[int, ...]) -> Dense:
+        """Σ over all axes of `terms` but the first and the last len(shape). terms: (B, *, *shape)"""
+        terms = terms.reshape(terms.shape[0], -1, *shape)  # (B, T, *shape)
+        if terms.shape[1] == 1:
+            return cls(terms[:, 0])
+        wide = to_accumulate(terms)
+        return cls(wide.sum(1), mass=lambda: squared_norms(wide.abs().sum(1)).sqrt())
+
+    def dense(self) -> Tensor:
+        return self.grad
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        flat = drop_rows(flat_rows(self.grad), weights)  # (B, n)
+        return (weights.to(flat.dtype) @ flat).view(self.shape)
+
+    def mass(self) -> Tensor:
+        return self._mass() if self._mass is not None else squared_norms(self.grad).sqrt()
+
+    def merge(self, grouping: Grouping) -> Dense:
+        grouped = grouping(self.grad)  # (B, k, *shape)
+        if grouped.shape[1] == 1:
+            mass = self._mass
+            return Dense(grouped[:, 0], mass=None if mass is None else lambda: grouping(mass())[:, 0])
+        merged = Dense.summed(grouped, self.shape)
+        merged._mass = lambda: grouping(self.mass()).sum(1)
+        return merged
+
+    def examples(self, start: int, stop: int) -> Dense:
+        return Dense(self.grad[start:stop])
+
+    def reshaped(self, shape: torch.Size) -> Dense:
+        return Dense(self.grad.reshape(self.batch, *shape), mass=self._mass)
+
+    def plus(self, other: Factor) -> Dense:
+        """The gradient of a tensor used twice."""
+        return Dense(self.grad + other.dense(), mass=lambda: self.mass() + other.mass())
+
+    @property
+    def elements(self) -> int:
+        return self.numel
+
+    @property
+    def dense_flops(self) -> int:
+        return 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.grad.device

@@ -1,0 +1,106 @@
+"""Gradients of matrices: Σ_t left_t ⊗ right_t for each example (paper, Sections 5.1 and 5.5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..numerics import drop_rows, scale_rows, squared_norms, to_accumulate
+from .base import Factor, Grouping
+
+
+class Outer(Factor):
+    """g_i = Σ_t left[i, t] ⊗ right[i, t], the gradient of a matrix: of a linear layer, left is the output gradient and right the input.
+
+    left: (B, *, p) and right: (B, *, d), with the same axes *; they are added over. `shape` is the shape of the parameter if
+    it is not (p, d). With `groups=True` axis 1 numbers independent blocks: left (B, G, *, p), right (B, G, *, d), and the
+    gradient is the G blocks (G, p, d), as in grouped convolutions.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None, *, groups: bool = False):
+        if left.shape[:-1] != right.shape[:-1] or left.dim() < 2 + groups:
+            raise ValueError(f"Outer needs two tensors that agree in all axes but the last, got {tuple(left.shape)} and {tuple(right.shape)}")
+        batch, blocks = left.shape[0], left.shape[1] if groups else 1
+        self.left = to_accumulate(left).reshape(batch, blocks, -1, left.shape[-1])  # (B, G, T, p)
+        self.right = to_accumulate(right).reshape(batch, blocks, -1, right.shape[-1])  # (B, G, T, d)
+        if self.left.dtype != self.right.dtype:
+            common = torch.promote_types(self.left.dtype, self.right.dtype)
+            self.left, self.right = self.left.to(common), self.right.to(common)
+        default = (left.shape[-1], right.shape[-1])
+        self.shape = torch.Size(shape if shape is not None else ((blocks, *default) if groups else default))
+        self.batch = batch
+
+    def dense(self) -> Tensor:
+        return torch.matmul(self.left.mT, self.right).reshape(self.batch, *self.shape)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        left = scale_rows(self.left, weights).transpose(0, 1).flatten(1, 2)  # (G, B·T, p)
+        right = drop_rows(self.right, weights).transpose(0, 1).flatten(1, 2)  # (G, B·T, d)
+        if left.shape[0] == 1:
+            return (left[0].mT @ right[0]).reshape(self.shape)
+        return torch.bmm(left.mT, right).reshape(self.shape)
+
+    def term_norms(self) -> Tensor:
+        """(B, G, T): ‖left_t‖·‖right_t‖, in float64."""
+        left, right = (squared_norms(side.flatten(0, 2)).view(side.shape[:3]) for side in (self.left, self.right))
+        return (left * right).sqrt()
+
+    def mass(self) -> Tensor:
+        return self.term_norms().sum(2).square().sum(1).sqrt()
+
+    def merge(self, grouping: Grouping) -> Outer:
+        left, right = grouping(self.left), grouping(self.right)  # (B, k, G, T, ·)
+        return Outer(left.transpose(1, 2), right.transpose(1, 2), self.shape, groups=True)
+
+    def examples(self, start: int, stop: int) -> Outer:
+        return Outer(self.left[start:stop], self.right[start:stop], self.shape, groups=True)
+
+    def reshaped(self, shape: torch.Size) -> Outer:
+        return Outer(self.left, self.right, shape, groups=True)
+
+    def transposed(self) -> Outer:
+        """The factor of the transposed matrix."""
+        p, d = self.shape
+        return Outer(self.right, self.left, torch.Size((d, p)), groups=True)
+
+    def same_blocks(self, other: Outer) -> bool:
+        """Whether the two have the same shape, block by block, so that `joined` may put one behind the other."""
+        return self.shape == other.shape and self._block == other._block
+
+    def joined(self, other: Outer) -> Outer:
+        """The gradient of a matrix used twice: more terms of the same kind, so nothing cancels that would not in truth."""
+        left, right = torch.cat([self.left, other.left], 2), torch.cat([self.right, other.right], 2)
+        return Outer(left, right, self.shape, groups=True)
+
+    @property
+    def _block(self) -> tuple[int, int, int]:
+        return self.left.shape[1], self.left.shape[3], self.right.shape[3]
+
+    @property
+    def terms(self) -> int:
+        return self.left.shape[2]
+
+    @property
+    def blocks(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def widths(self) -> int:
+        """p + d, the lengths of the two vectors whose products a gram needs."""
+        return self.left.shape[3] + self.right.shape[3]
+
+    @property
+    def elements(self) -> int:
+        return (self.left.numel() + self.right.numel()) // max(self.batch, 1)
+
+    @property
+    def dense_flops(self) -> int:
+        return 2 * self.terms * self.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device

@@ -1,0 +1,207 @@
+"""All factors of one tensor together: a weight that is used once, twice, or by two kinds of call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..numerics import product_roundoff, squared_norms, unit_roundoff
+from ..planner import CHUNK, MemoryBudget, choose_way
+from .base import Factor
+from .convolution import Convolution
+from .dense import Dense
+from .inner import inner, inner_products_are_cheap, inner_roundoff
+from .outer import Outer
+from .placed import Placed, Region, are_disjoint
+from .rows import Rows
+
+_ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
+
+
+class FactorSum:
+    """g_i = Σ_a a_i over factors a of one tensor. Evaluates squared norms by the cheapest way that cannot under-estimate.
+
+    Guarantee: √squared_norms()[i] bounds the norm of what `weighted_sum` adds for example i at weight 1, rounding
+    included. Where the sum is formed anew after the norm was taken, its inputs are rounded once more (a factor 1 + 4u),
+    and terms that cancel leave an error as large as κ·mass (κ: precision of that sum), so (κ·mass)² is added; where the
+    written-out gradient itself is kept and released, nothing is.
+    """
+
+    def __init__(self, factors: Sequence[Factor]):
+        self.factors = _joined(list(factors))
+        self.shape = self.factors[0].shape
+        self.batch = self.factors[0].batch
+        self._kept: Dense | None = None
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ_i weights[i]·g_i."""
+        if self._kept is not None:
+            return self._kept.weighted_sum(weights)
+        first, *rest = (factor.weighted_sum(weights) for factor in self.factors)
+        for other in rest:
+            first = first + other
+        return first
+
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """The gradients of some examples, written out."""
+        stop = self.batch if stop is None else stop
+        if self._kept is not None:
+            return self._kept.grad[start:stop]
+        first, *rest = (factor.examples(start, stop).dense() for factor in self.factors)
+        for other in rest:
+            first = first + other
+        return first
+
+    def mass(self) -> Tensor:
+        return torch.stack([factor.mass() for factor in self.factors]).sum(0)
+
+    def squared_norms(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Tensor:
+        """(B,) in float64. `second_pass` names the precision of a backward pass that will form the sum instead of this object."""
+        if second_pass is not None:
+            drift = 2 * unit_roundoff(second_pass) + _ACCUMULATION * unit_roundoff(self._dtype)
+            return self._measured("tiles") + (drift * self.mass()).square()
+        way = self._way(budget)
+        if way == "keep":
+            self._kept = Dense(self.dense())
+            return squared_norms(self._kept.grad)
+        if way == "written":
+            return self._measured(way)
+        rounded = product_roundoff(self._dtype, self.factors[0].device)
+        measured = self._measured(way) * (1 + 4 * rounded)
+        if way == "product":
+            return measured
+        drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self._dtype)
+        return measured + (drift * self.mass()).square()
+
+    def forget_terms(self) -> None:
+        """Free the factors where the written-out gradient is kept in their place."""
+        if self._kept is not None:
+            self.factors = [self._kept]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.factors[0].dtype
+
+    def _way(self, budget: MemoryBudget) -> str:
+        factors = self.factors
+        if len(factors) == 1 and isinstance(factors[0], Dense):
+            return "written"
+        if all(isinstance(factor, Rows) for factor in factors):
+            return "rows"
+        if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].terms == 1:
+            return "product"
+        return choose_way(
+            batch=self.batch,
+            numel=self.shape.numel(),
+            held=sum(factor.elements for factor in factors),
+            dense_flops=sum(factor.dense_flops for factor in factors),
+            gram_flops=self._gram_flops() if inner_products_are_cheap(factors) else None,
+            element_size=self._dtype.itemsize,
+            budget=budget,
+        )
+
+    def _gram_flops(self) -> int:
+        matrices = [f for f in self.factors if isinstance(f, Outer | Convolution)]
+        terms = sum(f.terms for f in matrices) + sum(f.ids.shape[1] for f in self.factors if isinstance(f, Rows))
+        return 2 * terms**2 * max(f.widths * f.blocks for f in matrices)
+
+    def _measured(self, way: str) -> Tensor:
+        single = self.factors[0]
+        if self.batch == 0:
+            return torch.zeros(0, dtype=torch.float64, device=single.device)
+        if len(self.factors) == 1 and isinstance(single, Rows):
+            return single.squared_norms()
+        if len(self.factors) == 1 and isinstance(single, Outer) and single.terms == 1:
+            return single.term_norms().square().flatten(1).sum(1)
+        if len(self.factors) == 1 and isinstance(single, Dense):
+            return squared_norms(single.grad)
+        if way == "gram":
+            return self._gram()
+        step = max(1, CHUNK // max(self.shape.numel(), 1))
+        chunks = [squared_norms(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
+        return torch.cat(chunks)
+
+    def _gram(self) -> Tensor:
+        """Σ_ab ⟨a, b⟩ plus the most that rounding may have taken away from it."""
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.factors[0].device)
+        for i, a in enumerate(self.factors):
+            total += inner(a, a)
+            for b in self.factors[i + 1 :]:
+                total += 2 * inner(a, b)
+        return total.clamp(min=0) + inner_roundoff(self.factors) * self.mass().square()
+
+
+class PartSum:
+    """The same for a tensor of which disjoint parts are used: squared norms of the parts add up."""
+
+    def __init__(self, parts: Sequence[Placed]):
+        by_region: dict[Region, list[Factor]] = {}
+        for part in parts:
+            by_region.setdefault(part.region, []).append(part.inner)
+        self._whole = parts[0].whole
+        self.parts = {region: FactorSum(inners) for region, inners in by_region.items()}
+        self.batch = parts[0].batch
+        self.shape = parts[0].shape
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        sums = {region: part.weighted_sum(weights) for region, part in self.parts.items()}
+        some = next(iter(sums.values()))
+        out = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=some.dtype, device=some.device).zero_()
+        for region, part in sums.items():
+            out.as_strided(region.shape, region.stride, region.offset).copy_(part)
+        return out
+
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
+        placed = [Placed(Dense(part.dense(start, stop)), region, self._whole) for region, part in self.parts.items()]
+        return torch.stack([part.dense() for part in placed]).sum(0)
+
+    def mass(self) -> Tensor:
+        return torch.stack([part.mass() for part in self.parts.values()]).square().sum(0).sqrt()
+
+    def squared_norms(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Tensor:
+        norms = [part.squared_norms(budget, second_pass=second_pass) for part in self.parts.values()]
+        return torch.stack(norms).sum(0)
+
+    def forget_terms(self) -> None:
+        for part in self.parts.values():
+            part.forget_terms()
+
+
+def sum_of(factors: Sequence[Factor]) -> FactorSum | PartSum:
+    """All factors of one tensor as one."""
+    parts = [factor for factor in factors if isinstance(factor, Placed)]
+    if len(parts) == len(factors) and are_disjoint(frozenset(part.region for part in parts), parts[0].whole):
+        return PartSum(parts)
+    return FactorSum(factors)
+
+
+def _joined(factors: list[Factor]) -> list[Factor]:
+    """Factors of one kind become one: terms stand side by side, so that what cancels is added before it is squared."""
+    dense = [factor for factor in factors if isinstance(factor, Dense)]
+    rows = [factor for factor in factors if isinstance(factor, Rows)]
+    matrices = [factor for factor in factors if isinstance(factor, Outer | Convolution)]
+    others = [factor for factor in factors if not isinstance(factor, Dense | Rows | Outer | Convolution)]
+    joined: list[Factor] = list(others)
+    if len(matrices) > 1:
+        outers = [factor.as_outer() if isinstance(factor, Convolution) else factor for factor in matrices]
+        while outers:
+            first = outers[0]
+            for other in [o for o in outers[1:] if first.same_blocks(o)]:
+                first = first.joined(other)
+            joined.append(first)
+            outers = [o for o in outers[1:] if not outers[0].same_blocks(o)]
+    else:
+        joined += matrices
+    if rows:
+        table = rows[0]
+        for other in rows[1:]:
+            table = table.joined(other)
+        joined.append(table)
+    if dense:
+        total = dense[0]
+        for other_factor in dense[1:]:
+            total = total.plus(other_factor)
+        joined.append(total)
+    return joined

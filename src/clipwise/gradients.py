@@ -1,0 +1,179 @@
+"""The per-example gradients of every parameter for one vector of losses, as factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .derived import example_gradients, pull_back
+from .errors import WrongRule
+from .factors import Dense, Diagonal, Factor, FactorSum, PartSum, sum_of
+from .functions import full_name
+from .layout import Layout, Table, to_rows
+from .marks import Marks
+from .numerics import squared_norms, to_accumulate, unit_roundoff
+from .planner import CHUNK, MemoryBudget
+from .registry import Call
+from .taps import Record
+
+
+class ExampleGradients:
+    """g_1 … g_B for every parameter: squared norms, and weighted sums over the batch.
+
+    Factors that belong to a parameter outright are added per parameter. Weights that autograd must pull back (W + BA,
+    weight norm) are collected as they are; the parameters behind them are evaluated together, a chunk of examples at a
+    time, and written out.
+    """
+
+    def __init__(self, marks: Marks, batch: int, device: torch.device):
+        self.batch = batch
+        self._marks = marks
+        self._device = device
+        self._budget = MemoryBudget.on(device)
+        self._direct: dict[int, list[Factor]] = {}
+        self._indirect: dict[int, tuple[Tensor, list[Factor]]] = {}
+        self._sums: dict[int, FactorSum | PartSum] = {}
+        self._pulled: _PulledBack | None = None
+        self.precision = torch.float64  # the lowest precision in which a gradient arrived
+
+    def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
+        """Take over the gradient that reached one tap. grad: shape of the watched call's output."""
+        self.precision = max(self.precision, grad.dtype, key=unit_roundoff)
+        use, example_data = record.restored(kept)
+        rows = to_rows(grad, placement.axes).shape[0]
+        grouping = placement.grouping(rows, self.batch)
+        if record.output is not None:
+            pieces = Diagonal(grad, placement.axes).merge(grouping)
+            found = _chunked_gradients([record.output], list(use.args[0]), [FactorSum([pieces])])
+            factors: dict[Tensor, Factor] = {weight: Dense(g) for weight, g in zip(use.tracked, found)}
+        else:
+            call = Call(use, grad, placement.axes, example_data)
+            factors = {weight: f.merge(grouping) for weight, f in self._checked(call, record.rule.factors(call)).items()}
+        for weight, factor in factors.items():
+            self.add_factor(weight, factor)
+
+    def _checked(self, call: Call, factors: dict[Tensor, Factor]) -> dict[Tensor, Factor]:
+        rows = call.output_grad.shape[0]
+        for weight in call.tracked:
+            factor = factors.get(weight)
+            if factor is None or factor.shape != weight.shape or factor.batch != rows:
+                got = "none" if factor is None else f"one of shape {tuple(factor.shape)} with {factor.batch} rows"
+                raise WrongRule(
+                    f"the rule of {full_name(call.func)} owes {self._marks.describe([weight])} a factor of shape "
+                    f"{tuple(weight.shape)} with {rows} rows, and returned {got}.",
+                    "Return {weight: factor} for every tracked weight; clipwise.testing.check_rule tries a rule out.",
+                )
+        return factors
+
+    def add_factor(self, weight: Tensor, factor: Factor) -> None:
+        self.precision = max(self.precision, weight.dtype, key=unit_roundoff)
+        weight, factor = pull_back(weight, factor, self._marks)
+        if id(weight) in self._marks.parameters:
+            self._direct.setdefault(id(weight), []).append(factor)
+        else:
+            self._indirect.setdefault(id(weight), (weight, []))[1].append(factor)
+
+    def finish(self) -> None:
+        """All taps have been heard."""
+        self._sums = {key: sum_of(factors) for key, factors in self._direct.items()}
+        if self._indirect:
+            outputs = [weight for weight, _ in self._indirect.values()]
+            sums = [sum_of(factors) for _, factors in self._indirect.values()]
+            roots = frozenset().union(*map(self._marks.roots, outputs))
+            inputs = {key: self._marks.parameters[key] for key in roots if self._marks.parameters[key].requires_grad}
+            extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
+            self._pulled = _PulledBack(outputs, sums, inputs, extra, self.batch)
+        self._direct.clear()
+        self._indirect.clear()
+
+    def names(self) -> list[str]:
+        """Parameters that the losses depend on."""
+        keys = [*self._sums, *(self._pulled.inputs if self._pulled else ())]
+        return [name for key, name in self._marks.names.items() if key in keys]
+
+    def squared_norms(self, *, second_pass: torch.dtype | None = None) -> dict[str, Tensor]:
+        """{name: (B,)} in float64; never less than what a weighted sum, or a second pass in that precision, really adds."""
+        norms = {key: total.squared_norms(self._budget, second_pass=second_pass) for key, total in self._sums.items()}
+        if self._pulled is not None:
+            norms |= self._pulled.squared_norms(self._budget)
+        return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
+
+    def masses(self) -> dict[str, Tensor]:
+        masses = {key: total.mass() for key, total in self._sums.items()}
+        if self._pulled is not None:
+            masses |= {key: norms.sqrt() for key, norms in self._pulled.squared_norms(self._budget).items()}
+        return {name: masses[key] for key, name in self._marks.names.items() if key in masses}
+
+    def forget_terms(self) -> None:
+        """Free what is no longer needed once norms are known."""
+        for total in self._sums.values():
+            total.forget_terms()
+
+    def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{name: Σ_i weights[name][i]·g_i}, in float32 or float64."""
+        names = self._marks.names
+        sums = {key: total.weighted_sum(weights[names[key]]) for key, total in self._sums.items()}
+        if self._pulled is not None:
+            sums |= self._pulled.weighted_sums({key: weights[names[key]] for key in self._pulled.inputs})
+        return {name: sums[key] for key, name in names.items() if key in sums}
+
+
+def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[FactorSum | PartSum]) -> list[Tensor]:
+    """Pull every example back, a chunk at a time. Returns (B, *input) each."""
+    chunks = [example_gradients(outputs, inputs, [s.dense(a, b) for s in sums]) for a, b in _chunks(outputs, inputs, sums[0].batch)]
+    return [torch.cat(column) for column in zip(*chunks)]
+
+
+def _chunks(outputs: list[Tensor], inputs: list[Tensor], batch: int) -> list[tuple[int, int]]:
+    step = max(1, CHUNK // max(1, *(tensor.numel() for tensor in [*outputs, *inputs])))
+    return [(start, min(start + step, batch)) for start in range(0, batch, step)]
+
+
+class _PulledBack:
+    """Parameters behind weights that only autograd can pull back: written out, and kept if memory allows, else made again."""
+
+    def __init__(self, outputs: list[Tensor], sums: list[FactorSum | PartSum], inputs: dict[int, Tensor], extra: dict[int, FactorSum | PartSum], batch: int):
+        self.outputs = outputs
+        self.inputs = inputs
+        self._sums = sums
+        self._extra = extra  # the same parameters' factors from direct uses
+        self._batch = batch
+        self._kept: dict[int, list[Tensor]] | None = None
+        self._norms: dict[int, Tensor] | None = None
+
+    def squared_norms(self, budget: MemoryBudget) -> dict[int, Tensor]:
+        if self._norms is None:
+            size = self._batch * sum(4 * parameter.numel() for parameter in self.inputs.values())
+            kept: dict[int, list[Tensor]] | None = {key: [] for key in self.inputs} if budget.take(size) else None
+            norms: dict[int, list[Tensor]] = {key: [] for key in self.inputs}
+            for _, _, gradients in self._each_chunk():
+                for key, gradient in gradients.items():
+                    norms[key].append(squared_norms(gradient))
+                    if kept is not None:
+                        kept[key].append(gradient)
+            self._kept = kept
+            self._norms = {key: torch.cat(parts) for key, parts in norms.items()}
+        return self._norms
+
+    def weighted_sums(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
+        if self._kept is not None:
+            return {key: Dense(torch.cat(parts)).weighted_sum(weights[key]) for key, parts in self._kept.items()}
+        sums: dict[int, Tensor] = {}
+        for start, stop, gradients in self._each_chunk():
+            for key, gradient in gradients.items():
+                part = Dense(gradient).weighted_sum(weights[key][start:stop])
+                sums[key] = sums[key] + part if key in sums else part
+        return sums
+
+    def _each_chunk(self):  # type: ignore[no-untyped-def]
+        """(start, stop, {parameter: (n, *shape)}) over chunks of examples."""
+        inputs = list(self.inputs.values())
+        for start, stop in _chunks(self.outputs, inputs, self._batch):
+            found = example_gradients(self.outputs, inputs, [total.dense(start, stop) for total in self._sums])
+            gradients = {}
+            for key, gradient in zip(self.inputs, found):
+                gradient = to_accumulate(gradient)
+                gradients[key] = gradient + self._extra[key].dense(start, stop) if key in self._extra else gradient
+            yield start, stop, gradients

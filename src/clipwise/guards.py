@@ -1,0 +1,65 @@
+"""Functions that are refused whether or not they hold a parameter: they mix examples, or write them into the model's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .errors import MixedExamples, StateWrite
+from .functions import full_name
+from .marks import Marks
+from .registry import Use
+
+Guard = Callable[[Use, Marks], None]
+_BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_REPAIR = (
+    "Put the layer into evaluation mode (model.eval() or bn.eval(): the paper's frozen BatchNorm), or replace it by GroupNorm; "
+    "statistics of a batch make every example's gradient depend on the others."
+)
+
+
+def _batch_norm(use: Use, marks: Marks) -> None:
+    arguments = _BATCH_NORM_ARGUMENTS
+    if use.func is not F.batch_norm:
+        arguments = ("input", "weight", "bias", "running_mean", "running_var", "training")
+    bound = dict(zip(arguments, use.bind(*arguments)))
+    if bound["training"] and (torch.is_grad_enabled() or bound["running_mean"] is not None):
+        raise MixedExamples(f"{full_name(use.func)} normalises with the statistics of the whole batch{_near(use, bound, marks)}.", _REPAIR)
+
+
+def _batch_statistics(use: Use, marks: Marks) -> None:
+    raise MixedExamples(f"{full_name(use.func)} computes statistics of the whole batch.", _REPAIR)
+
+
+def _instance_norm(use: Use, marks: Marks) -> None:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
+    bound = dict(zip(names, use.bind(*names, use_input_stats=True)))
+    if bound["use_input_stats"] and bound["running_mean"] is not None:
+        raise StateWrite(
+            f"{full_name(use.func)} writes statistics of the examples into its running buffers{_near(use, bound, marks)}.",
+            "Build the layer with track_running_stats=False, or put it into evaluation mode.",
+        )
+
+
+def _near(use: Use, bound: dict[str, Any], marks: Marks) -> str:
+    """Which layer, if anything it was handed has a name."""
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        path = marks.name_of(bound[name])
+        if path is not None:
+            return f" (in {path.rpartition('.')[0] or 'the model itself'})"
+    return ""
+
+
+GUARDS: dict[Callable[..., Any], Guard] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+for _name in ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"):
+    if hasattr(torch, _name):
+        GUARDS[getattr(torch, _name)] = _batch_norm
+for _name in ("batch_norm_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"):
+    if hasattr(torch, _name):
+        GUARDS[getattr(torch, _name)] = _batch_statistics
+GUARDS[torch.instance_norm] = lambda use, marks: _instance_norm(
+    Use(use.func, (*use.args[:1], *use.args[3:5], *use.args[1:3], *use.args[5:]), use.kwargs, use.tracked), marks
+)

@@ -1,0 +1,210 @@
+"""Who is who on the tape: parameters, weights derived from them, constants, and example data.
+
+Example data is what nobody vouched for: everything that enters from outside, and whatever is computed from it. A tensor
+counts as constant if it is a buffer or a frozen parameter, if it was made inside from nothing (`arange`, `zeros`), from
+constants alone, if it has no axes, if its first axis is 1 while other inputs' are longer, or if it was declared so. A
+tensor computed from parameters and constants alone that carries gradient is a *derived weight*.
+
+Taking a constant for example data leads to a refusal; taking example data for a constant leads to a derived weight, whose
+gradients are exact too, only slower. Neither gives a wrong number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StateWrite, UncoveredUse
+
+EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
+
+_declared: dict[int, weakref.ref[Tensor]] = {}
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Declare that `tensor` carries no examples: a shared mask, a table of prototypes. Returns the tensor itself."""
+    key = id(tensor)
+    _declared[key] = weakref.ref(tensor, lambda _: _declared.pop(key, None))
+    return tensor
+
+
+def is_declared_constant(tensor: Tensor) -> bool:
+    declared = _declared.get(id(tensor))
+    return declared is not None and declared() is tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derived:
+    """How a derived weight was made. `func` is None where it was changed in place afterwards."""
+
+    func: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    roots: frozenset[int]  # ids of the parameters it depends on
+
+
+class Marks:
+    """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.parameters: dict[int, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.owners: dict[int, tuple[str, nn.Module]] = {}
+        self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
+        self._state_storages: dict[int, str] = {}
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
+        self.widest = 1
+        several = len(modules) > 1
+        for number, root in enumerate(modules):
+            for prefix, module in root.named_modules():
+                path = ".".join(filter(None, [str(number) if several else "", prefix]))
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._add(f"{path}.{name}" if path else name, parameter, path, module)
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        self._add_state(f"{path}.{name}" if path else name, buffer)
+
+    def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
+        if id(parameter) not in self.parameters:
+            self.parameters[id(parameter)] = parameter
+            self.names[id(parameter)] = name
+            self.owners[id(parameter)] = (path, module)
+            self._add_state(name, parameter)
+
+    def _add_state(self, name: str, tensor: Tensor) -> None:
+        self._state[id(tensor)] = tensor
+        if not isinstance(tensor, nn.parameter.UninitializedTensorMixin) and tensor.numel():
+            self._state_storages[tensor.untyped_storage().data_ptr()] = name
+
+    def name_of(self, value: Any) -> str | None:
+        """The dotted name of a parameter or buffer."""
+        if not isinstance(value, Tensor) or id(value) not in self._state:
+            return None
+        return self.names.get(id(value)) or self._state_storages.get(value.untyped_storage().data_ptr())
+
+    def trainable(self) -> dict[str, Tensor]:
+        return {self.names[key]: parameter for key, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def kind(self, tensor: Tensor) -> int:
+        """EXAMPLE, CONSTANT or TRACKED (a trainable parameter or a derived weight)."""
+        key = id(tensor)
+        if key in self._state:
+            return TRACKED if tensor.requires_grad else CONSTANT
+        entry = self._entries.get(key)
+        if entry is not None and entry[0]() is tensor:
+            mark = entry[1]
+            if not isinstance(mark, Derived):
+                if mark == CONSTANT and tensor.requires_grad:  # a weight was written into it, or into a view of it
+                    self._put(tensor, Derived(None, (), {}, frozenset(self.parameters)))
+                    return TRACKED
+                return mark
+            return TRACKED
+        if tensor.requires_grad:
+            if type(tensor) is nn.Parameter and torch.is_grad_enabled():
+                raise UncoveredUse(
+                    f"a trainable parameter of shape {tuple(tensor.shape)} is used that belongs to none of the captured modules.",
+                    "Capture its module too, capture([model, criterion]), freeze it, or run that part under torch.no_grad().",
+                )
+            return EXAMPLE
+        return self._kind_from_outside(tensor)
+
+    def _kind_from_outside(self, tensor: Tensor) -> int:
+        if tensor.dim() == 0 or is_declared_constant(tensor):
+            return CONSTANT
+        length = tensor.shape[0]
+        if length == 1:
+            return CONSTANT if self.widest > 1 else EXAMPLE
+        if length > self.widest:
+            self.widest = length
+        return EXAMPLE
+
+    def derived(self, tensor: Tensor) -> Derived | None:
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor and isinstance(entry[1], Derived) else None
+
+    def roots(self, tensor: Tensor) -> frozenset[int]:
+        """Ids of the parameters that `tensor` is or depends on."""
+        if id(tensor) in self.parameters:
+            return frozenset([id(tensor)])
+        derived = self.derived(tensor)
+        return derived.roots if derived is not None else frozenset()
+
+    def _put(self, tensor: Tensor, mark: Derived | int) -> None:
+        if id(tensor) in self._state:
+            return
+        key, entries = id(tensor), self._entries
+
+        def forget(ref: weakref.ref[Tensor]) -> None:
+            if (entry := entries.get(key)) is not None and entry[0] is ref:
+                del entries[key]
+
+        entries[key] = (weakref.ref(tensor, forget), mark)
+
+    def mark_constant(self, result: Any) -> None:
+        for tensor in tensors_in(result):
+            self._put(tensor, CONSTANT)
+
+    def mark_derived(self, result: Any, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor]) -> None:
+        """`result` was computed from `tracked` and constants."""
+        derived = None
+        for tensor in tensors_in(result):
+            if not tensor.requires_grad:
+                self._put(tensor, CONSTANT)
+            elif id(tensor) not in self._state and not any(tensor is source for source in tracked):
+                if derived is None:
+                    derived = Derived(func, args, kwargs, frozenset().union(*map(self.roots, tracked)))
+                self._put(tensor, derived)
+
+    def changed_in_place(self, target: Tensor, tracked: list[Tensor]) -> None:
+        """`target` took in weights: how it was made says no longer what it is."""
+        if not target.requires_grad or id(target) in self._state:
+            return
+        roots = frozenset().union(*map(self.roots, tracked), self.roots(target))
+        self._put(target, Derived(None, (), {}, roots))
+        if target._is_view() and target._base is not None:
+            self._put(target._base, Derived(None, (), {}, roots))
+
+    def took_example_data(self, target: Tensor, by: str) -> None:
+        """Example data is about to be written into `target`."""
+        if target.numel() == 0:
+            return
+        storage = target.untyped_storage().data_ptr()
+        name = self._state_storages.get(storage)
+        if name is not None:
+            raise StateWrite(
+                f"{by} writes example data into {name}, which is released with the model.",
+                "Switch that statistic off (track_running_stats=False, eval()), or compute it without the training records.",
+            )
+        for key, (ref, mark) in list(self._entries.items()):
+            other = ref()
+            if mark == CONSTANT and other is not None and other.numel() and other.untyped_storage().data_ptr() == storage:
+                self._entries[key] = (ref, EXAMPLE)
+
+    def describe(self, tensors: Iterable[Tensor]) -> str:
+        """Dotted names of the parameters behind `tensors`."""
+        keys = frozenset().union(*map(self.roots, tensors))
+        return ", ".join(sorted(self.names[key] for key in keys)) or "a derived weight"
+
+    def where(self, tensors: Iterable[Tensor]) -> str:
+        """` (in encoder.proj, a GatedLinear)` for the first parameter behind `tensors`."""
+        for key in sorted(frozenset().union(*map(self.roots, tensors)), key=lambda key: self.names[key]):
+            path, module = self.owners[key]
+            return f" (in {path or 'the model itself'}, a {type(module).__name__})"
+        return ""
+
+
+def tensors_in(result: Any) -> Iterable[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for item in result:
+            yield from tensors_in(item)
+    elif isinstance(result, dict):
+        for item in result.values():
+            yield from tensors_in(item)

@@ -1,0 +1,12 @@
+"""The paper's ways to the clipped gradient, and ours: one signature, (tape, losses, clipping) → Clipped; identical results."""
+
+from .base import Clipped, Method
+from .bookkeep import bookkeep
+from .multiloss import multiloss
+from .nonprivate import nonprivate
+from .nxbp import nxbp
+from .reweight import reweight
+
+METHODS: dict[str, Method] = {"auto": bookkeep, "bookkeep": bookkeep, "reweight": reweight, "multiloss": multiloss, "nxbp": nxbp}
+
+__all__ = ["METHODS", "Clipped", "Method", "bookkeep", "multiloss", "nonprivate", "nxbp", "reweight"]

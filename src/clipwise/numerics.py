@@ -1,0 +1,85 @@
+"""Small numerical pieces that every factor shares: which precision to add in, and norms that neither overflow nor vanish."""
+
+import torch
+from torch import Tensor
+
+_UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_BLOCK = 1024  # elements added in working precision before the sum moves to float64
+_SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms to underflow
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the gap between 1 and the next number: the largest relative error of one rounding to nearest."""
+    return _UNIT_ROUNDOFF[dtype]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over examples and time run in float32, or in float64 for float64 tensors."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_accumulate(tensor: Tensor) -> Tensor:
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def wider_dtype(tensor: Tensor) -> torch.dtype:
+    """The precision in which products of two entries of `tensor` are exact (float64 stays float64)."""
+    low = tensor.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if low or tensor.device.type == "mps" else torch.float64
+
+
+def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """The unit roundoff of the *inputs* of a matrix product: TF32 rounds float32 inputs to 11 bits when it is switched on."""
+    if dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-11
+    return unit_roundoff(dtype)
+
+
+def flat_rows(rows: Tensor) -> Tensor:
+    """(R, ...) → (R, m), also where R is zero or there is nothing behind it."""
+    return rows.unsqueeze(-1).flatten(1)
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """‖rows[i]‖² for every i, in float64. rows: (B, ...) → (B,)
+
+    Blocks are added in working precision, blocks among each other in float64: the relative error stays near 1e-7 for
+    float32 whatever the length. Rows whose squares overflow or underflow are added again in float64, so a gradient of
+    1e30 is measured (and clipped), not lost. The result is not finite only for a row that holds NaN or Inf, or whose norm
+    passes 1e154 in float64; such an example contributes zero.
+    """
+    flat = flat_rows(to_accumulate(rows))
+    if rows.device.type == "mps":
+        return torch.linalg.vector_norm(flat, dim=1).square()
+    if flat.shape[1] == 0:
+        return flat.new_zeros(flat.shape[0], dtype=torch.float64)
+    if flat.dtype == torch.float64:
+        return torch.linalg.vector_norm(flat, dim=1).square()
+    if flat.is_cuda:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    whole = flat.shape[1] - flat.shape[1] % _BLOCK
+    squares = flat.new_zeros(flat.shape[0], dtype=torch.float64)
+    if whole:
+        blocks = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
+        squares += blocks.double().square().sum(1)
+    if whole < flat.shape[1]:
+        squares += torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square()
+    doubtful = ~(squares.isfinite() & (squares > _SAFE_SQUARE))
+    if bool(doubtful.any()):
+        squares[doubtful] = flat[doubtful].double().square().sum(1)
+    return squares
+
+
+def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """weights[i]·rows[i]; a row of weight zero becomes exactly zero even where it holds NaN or Inf. rows: (B, ...), weights: (B,)"""
+    rows = to_accumulate(rows)
+    shaped = weights.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+    return drop_rows(rows * shaped, weights)
+
+
+def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """`rows` with the rows of weight zero set to zero (0·Inf is NaN, so a product alone would not do)."""
+    kept = weights != 0
+    if not rows.is_cuda and bool(kept.all()):
+        return rows
+    return rows.masked_fill(~kept.view(-1, *[1] * (rows.dim() - 1)), 0.0)

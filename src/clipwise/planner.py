@@ -1,0 +1,50 @@
+"""Which way a squared norm is evaluated. A cost rule for now; one that measures will come behind the same two names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+_KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a written-out gradient is not worth its memory
+_WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed
+_CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
+_CUDA_SHARE = 4  # … and the share of free device memory, one in so many
+CHUNK = 2**24  # numbers written out at a time when nothing is kept
+
+
+@dataclass
+class MemoryBudget:
+    """Bytes that one step may spend on gradients that stay written out; first come, first served."""
+
+    left: int = field(default=_CPU_BUDGET)
+
+    @classmethod
+    def on(cls, device: torch.device) -> MemoryBudget:
+        if device.type == "cuda":
+            return cls(torch.cuda.mem_get_info(device)[0] // _CUDA_SHARE)
+        return cls()
+
+    def take(self, size: int) -> bool:
+        """Reserve `size` bytes if they are there."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+
+def choose_way(
+    *, batch: int, numel: int, held: int, dense_flops: int, gram_flops: int | None, element_size: int, budget: MemoryBudget
+) -> str:
+    """`keep`, `gram` or `tiles`, by floating-point operations an example, under the budget.
+
+    keep: write all gradients out once; their weighted sum then replaces the ordinary weight gradient, so it costs nothing
+    extra. gram: products of the terms, one more weight gradient later. tiles: write out a few examples at a time, measure,
+    forget; one more weight gradient later. `gram_flops` is None where no gram exists.
+    """
+    cheap_to_hold = numel <= _KEEP_UP_TO * held
+    if cheap_to_hold and budget.take(batch * numel * element_size):
+        return "keep"
+    if gram_flops is not None and _WIDE_PENALTY * gram_flops < dense_flops:
+        return "gram"
+    return "tiles"

@@ -1,0 +1,163 @@
+"""The two extension points: a *rule* (call → factors) and a *rewrite* (call → simpler calls that have rules)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .factors import Factor
+from .layout import to_rows
+
+Function = Callable[..., Any]
+Factors = dict[Tensor, Factor]
+_F = TypeVar("_F", bound=Function)
+
+
+class Use:
+    """A call of a torch function that was handed trainable weights together with example data."""
+
+    def __init__(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], tracked: list[Tensor]):
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.tracked = tracked
+
+    def bind(self, *names: str, **defaults: Any) -> list[Any]:
+        """The arguments by name, in this order; positional or not, None or the default where absent."""
+        given = dict(zip(names, self.args), **self.kwargs)
+        return [given.get(name, defaults.get(name)) for name in names]
+
+    def tracks(self, value: Any) -> bool:
+        """Whether `value` is one of the trainable weights of this call."""
+        return any(value is weight for weight in self.tracked)
+
+
+class Call(Use):
+    """A use seen again in the backward pass, with rows first.
+
+    `output_grad` has the axis (or axes) that number rows moved to the front; so has every tensor argument that holds
+    example data and has those axes too. Weights are as they were. A rule returns the factor of each tracked weight, with
+    one gradient a row; which rows belong to which example is not its business.
+    """
+
+    def __init__(self, use: Use, output_grad: Tensor, axes: tuple[int, ...], example_data: Iterable[Tensor]):
+        shape = output_grad.shape
+        example_ids = {id(tensor) for tensor in example_data}
+        moved: list[Tensor] = []
+
+        def rows_first(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(rows_first, value))
+            if not isinstance(value, Tensor) or id(value) not in example_ids:
+                return value
+            if not all(axis < value.dim() and value.shape[axis] == shape[axis] for axis in axes):
+                return value
+            moved.append(to_rows(value, axes))
+            return moved[-1]
+
+        super().__init__(use.func, rows_first(tuple(use.args)), {k: rows_first(v) for k, v in use.kwargs.items()}, use.tracked)
+        self.output_grad = to_rows(output_grad, axes)
+        self.axes = axes
+        self.output_shape = shape
+        self._moved = moved
+
+    def has_rows(self, value: Tensor) -> bool:
+        """Whether `value` is an argument whose row axes were moved to the front."""
+        return any(value is tensor for tensor in self._moved)
+
+
+RowAxes = Callable[[Use, int], tuple[int, ...]]  # (call, number of axes of its output) → axes that may number rows
+Reads = Callable[[Use], Iterable[Tensor]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the factors of a call are made. `row_axes`: axes of the output that may number rows. `reads`: arguments `factors` needs."""
+
+    factors: Callable[[Call], Factors]
+    row_axes: RowAxes
+    reads: Reads | None = None
+    trusted: bool = False  # one of ours, tested against a float64 loop
+
+
+Spread = Callable[[Use, Callable[[Tensor, torch.Size | None], Tensor]], tuple[tuple[Any, ...], dict[str, Any]] | None]
+
+RULES: dict[Function, Rule] = {}
+REWRITES: dict[Function, Function] = {}
+SPREADS: dict[Function, Spread] = {}
+
+
+def all_but_last(count: int) -> RowAxes:
+    return lambda use, dims: tuple(range(dims - count))
+
+
+def rule(*functions: Function, features: int = 1) -> Callable[[_F], _F]:
+    """Register how a torch function's weights get their per-example gradients.
+
+    The decorated function takes a `Call` and returns {weight: factor}. `features` is the number of trailing axes of the
+    output that belong to one row (1 for `linear`, 3 for `conv2d`). On first use the factors are compared with autograd's
+    own gradient, so a wrong rule is refused, not believed.
+
+        @clipwise.rule(my_function)
+        def my_rule(call):
+            return {call.args[1]: clipwise.Outer(call.output_grad, call.args[0])}
+    """
+    return _register(functions, all_but_last(features))
+
+
+def own_rule(*functions: Function, row_axes: RowAxes = all_but_last(1), reads: Reads | None = None) -> Callable[[_F], _F]:
+    """`rule` for the rules that clipwise brings along."""
+    return _register(functions, row_axes, reads, trusted=True)
+
+
+def _register(functions: tuple[Function, ...], row_axes: RowAxes, reads: Reads | None = None, trusted: bool = False) -> Callable[[_F], _F]:
+    if not functions:
+        raise TypeError("name the torch function: @clipwise.rule(torch.lerp)")
+
+    def decorate(factors: _F) -> _F:
+        for function in functions:
+            RULES[function] = Rule(factors, row_axes, reads, trusted)
+            if not trusted:
+                REWRITES.pop(function, None)
+                SPREADS.pop(function, None)
+        return factors
+
+    return decorate
+
+
+def rewrite(*functions: Function) -> Callable[[_F], _F]:
+    """Register simpler torch calls to run in place of a function that is handed a trainable weight.
+
+    The decorated function takes the same arguments and returns the same result; the tape watches what it calls. It may
+    return NotImplemented to leave a call to the function's rule.
+
+        @clipwise.rewrite(torch.addmv)
+        def addmv(input, mat, vec):
+            return input + torch.mv(mat, vec)
+    """
+
+    def decorate(replacement: _F) -> _F:
+        for function in functions:
+            REWRITES[function] = replacement
+        return replacement
+
+    return decorate
+
+
+def spread(*functions: Function) -> Callable[[_F], _F]:
+    """Register a function whose weights are watched on their own side: each is expanded to where it meets the examples.
+
+    The decorated function takes a `Use` and a callback `tap(weight, shape)`, and returns the arguments to call with, or
+    None to leave the call to the function's rule.
+    """
+
+    def decorate(spread_out: _F) -> _F:
+        for function in functions:
+            SPREADS[function] = spread_out
+        return spread_out
+
+    return decorate

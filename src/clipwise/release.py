@@ -1,0 +1,83 @@
+"""The three verbs over a captured tape: measure the norms, hand out the clipped gradients, or wrap them as a loss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .clipping import Clipping
+from .collect import collect
+from .methods import METHODS, Clipped
+from .numerics import accumulation_dtype
+from .tape import Tape
+
+
+@overload
+def per_example_norms(tape: Tape, losses: Tensor, *, by: None = None) -> Tensor: ...
+@overload
+def per_example_norms(tape: Tape, losses: Tensor, *, by: Literal["parameter"]) -> dict[str, Tensor]: ...
+def per_example_norms(tape: Tape, losses: Tensor, *, by: str | None = None) -> Tensor | dict[str, Tensor]:
+    """‖∂ℓ_i/∂θ‖ for every example, (B,); with by="parameter" {name: (B,)}. Private data: do not show or log them.
+
+    Never less than the true norm of what clipping releases. May be followed by `clipped_loss` on the same losses, which
+    then re-uses the work.
+    """
+    if by not in (None, "parameter"):
+        raise ValueError(f'by must be None or "parameter", got {by!r}')
+    with tape.pause():
+        squares = collect(tape, losses, keep_graph=True).squared_norms()
+        dtype = accumulation_dtype(losses.dtype)
+        if by == "parameter":
+            return {name: square.sqrt().to(dtype) for name, square in squares.items()}
+        return torch.stack(list(squares.values())).sum(0).sqrt().to(dtype)
+
+
+def clipped_gradients(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> dict[str, Tensor]:
+    """{name: Σ_i clip(∂ℓ_i/∂θ)} for every parameter the losses depend on; float32 also for bf16 parameters. A sum, never a mean."""
+    return _clipped(tape, losses, clipping, method).sums
+
+
+def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> Tensor:
+    """A scalar whose `.backward()` adds Σ_i clip(∂ℓ_i/∂θ) to every p.grad. A sum, never a mean.
+
+    Its value is Σ_i ν_i·ℓ_i over the examples whose gradient is finite (with several groups, ν_i is their mean). An
+    example whose gradient is NaN or Inf contributes exactly zero; `tape.nonfinite` says which (private data).
+    """
+    clipped = _clipped(tape, losses, clipping, method)
+    with tape.pause():
+        parameters = tape.marks.trainable()
+        counted = torch.where(clipped.finite, losses.detach(), 0.0)
+        value = (clipped.weights.to(losses.dtype) * counted).sum()
+        names = [name for name in clipped.sums if name in parameters]
+        sums = [clipped.sums[name].to(parameters[name].dtype) for name in names]
+    return _HandOut.apply(value, len(names), *sums, *(parameters[name] for name in names))
+
+
+def _clipped(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    if not isinstance(clipping, Clipping):
+        raise TypeError(f"clipping must be flat(C), per_layer(C), per_group({{pattern: C}}) or automatic(C), got {clipping!r}")
+    clipping.groups(list(tape.marks.trainable()))  # a pattern that fits nothing is refused before any work
+    with tape.pause():
+        clipped = METHODS[method](tape, losses, clipping)
+        tape.nonfinite = ~clipped.finite
+        tape.consume(losses)
+    return clipped
+
+
+class _HandOut(torch.autograd.Function):
+    """A scalar that depends on the parameters, with gradients known beforehand."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *sums_and_parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*sums_and_parameters[:count])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        sums = ctx.saved_tensors
+        return None, None, *[None] * len(sums), *(grad.to(total.device, total.dtype) * total for total in sums)

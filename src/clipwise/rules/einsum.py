@@ -1,0 +1,109 @@
+"""torch.einsum with a weight: its gradient is an einsum again."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UncoveredUse
+from ..factors import Dense, Factor, Outer
+from ..numerics import to_accumulate
+from ..registry import Call, Factors, Use, own_rule
+
+
+@dataclass(frozen=True)
+class Term:
+    """A tensor and a letter for each of its axes."""
+
+    letters: str
+    tensor: Tensor
+
+
+def operands_of(use: Use) -> list[Tensor]:
+    _, *operands = use.args
+    return list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+
+
+def letters_of(use: Use, dims: list[int]) -> tuple[list[str], str]:
+    """The letters of every operand and of the output, an ellipsis spelt out. dims: the number of axes of each operand."""
+    equation = use.args[0]
+    if not isinstance(equation, str):
+        raise UncoveredUse("torch.einsum is called with lists of axes.", 'Write the equation as a string: torch.einsum("bi,oi->bo", x, w).')
+    given, arrow, output = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    hidden = [dim - len(term) + 3 if "..." in term else 0 for term, dim in zip(terms, dims)]  # axes behind each ellipsis
+    ellipsis = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(hidden)])
+    terms = [term.replace("...", ellipsis[len(ellipsis) - count :]) for term, count in zip(terms, hidden)]
+    if arrow:
+        return terms, output.replace("...", ellipsis)
+    every = "".join(terms)
+    return terms, ellipsis + "".join(sorted(letter for letter in set(every) - set(ellipsis) if every.count(letter) == 1))
+
+
+def _row_axes(use: Use, dims: int) -> tuple[int, ...]:
+    """Axes of the output that no weight has. Refuses what no einsum gradient can express."""
+    operands = operands_of(use)
+    terms, output = letters_of(use, [operand.dim() for operand in operands])
+    of_weights: set[str] = set()
+    for place, (term, operand) in enumerate(zip(terms, operands)):
+        if use.tracks(operand):
+            of_weights |= set(term)
+            elsewhere = set(output).union(*(other for i, other in enumerate(terms) if i != place))
+            if len(set(term)) != len(term) or not set(term) <= elsewhere:
+                raise UncoveredUse(
+                    f"torch.einsum({use.args[0]!r}) takes a diagonal of a weight, or adds over an axis that only the weight has.",
+                    "Do that to the weight before (weight.diagonal(), weight.sum(axis)), then call einsum.",
+                )
+    return tuple(axis for axis, letter in enumerate(output) if letter not in of_weights)
+
+
+@own_rule(torch.einsum, row_axes=_row_axes)
+def einsum(call: Call) -> Factors:
+    """dL/dW = einsum over dL/dy and the other operands, with a row axis kept; an outer product where W is a matrix between them."""
+    operands = operands_of(call)
+    extra = len(call.axes) - 1  # axes that moving the rows into one took away
+    letters, output = letters_of(call, [op.dim() + extra if call.has_rows(op) else op.dim() for op in operands])
+    rows = "".join(output[axis] for axis in call.axes)
+    spare = next(letter for letter in string.ascii_letters if letter not in "".join(letters) + output)
+    row = rows if len(rows) == 1 else spare  # one letter for all rows
+    terms = [Term(row + _without(names, rows) if call.has_rows(op) else names, op) for names, op in zip(letters, operands)]
+    grad = Term(row + _without(output, rows), call.output_grad)
+    factors: Factors = {}
+    for place, weight in enumerate(terms):
+        if call.tracks(weight.tensor):
+            others = [term for i, term in enumerate(terms) if i != place]
+            factors[weight.tensor] = _outer(grad, others, weight, row) or _dense(grad, others, weight, row)
+    return factors
+
+
+def _without(letters: str, removed: str) -> str:
+    return "".join(letter for letter in letters if letter not in removed)
+
+
+def _dense(grad: Term, others: list[Term], weight: Term, row: str) -> Factor:
+    equation = ",".join(term.letters for term in [grad, *others]) + "->" + row + weight.letters
+    return Dense(torch.einsum(equation, *(to_accumulate(term.tensor) for term in [grad, *others])))
+
+
+def _outer(grad: Term, others: list[Term], weight: Term, row: str) -> Factor | None:
+    """W stands between one operand and the output, shares axes with each and none with both."""
+    if len(others) != 1 or row not in others[0].letters:
+        return None
+    (x,) = others
+    of_x = [letter for letter in weight.letters if letter in x.letters]
+    of_grad = [letter for letter in weight.letters if letter in grad.letters]
+    summed = [letter for letter in grad.letters if letter not in weight.letters and letter != row]
+    if set(of_x) & set(of_grad) or set(x.letters) != {row, *of_x, *summed} or not of_x or not of_grad:
+        return None
+    sides = [(grad, of_grad), (x, of_x)]
+    if weight.letters == "".join(of_x + of_grad):
+        sides.reverse()
+    elif weight.letters != "".join(of_grad + of_x):
+        return None
+    left, right = (
+        term.tensor.permute([term.letters.index(letter) for letter in [row, *summed, *own]]).flatten(1 + len(summed)) for term, own in sides
+    )
+    return Outer(left, right, weight.tensor.shape)

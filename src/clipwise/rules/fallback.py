@@ -1,0 +1,44 @@
+"""A call nobody wrote a rule for, differentiated example by example: slow, exact, and only on request (`fallback=True`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import UncoveredUse
+from ..functions import full_name
+from ..registry import Call, Factors, Rule, Use, all_but_last
+
+if TYPE_CHECKING:
+    from ..watch import Watch
+
+
+def differentiate_each_example(watch: Watch, use: Use) -> Any:
+    """Run the call on aliases of its weights and keep its output: gradients of the aliases are those of this call alone."""
+    from ..watch import upstream_of
+
+    aliases = [weight.view_as(weight) for weight in use.tracked]
+
+    def with_alias(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(with_alias, value))
+        return next((alias for alias, weight in zip(aliases, use.tracked) if value is weight), value)
+
+    upstream = upstream_of(use)
+    output = use.func(*with_alias(tuple(use.args)), **{k: with_alias(v) for k, v in use.kwargs.items()})
+    if isinstance(output, Tensor) and not output.requires_grad:
+        return output
+    if not isinstance(output, Tensor):
+        raise UncoveredUse(
+            f"{watch.tape.marks.describe(use.tracked)} is used by {full_name(use.func)}, which returns several tensors.",
+            "fallback=True covers functions that return one tensor: register a rewrite, or freeze the parameter.",
+        )
+    return watch.insert_tap(output, Use(use.func, (aliases,), {}, [*use.tracked, *aliases]), fallback_rule, upstream, local=output)
+
+
+def _factors(call: Call) -> Factors:
+    raise AssertionError("a fallback record is differentiated by its output, not by a rule")
+
+
+fallback_rule = Rule(_factors, row_axes=all_but_last(0), trusted=True)

@@ -1,0 +1,108 @@
+"""Normalisation layers: γ's gradient is Σ_t dL/dh ⊙ ĥ, β's is Σ_t dL/dh (paper, Section 5.6 and Algorithm 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..factors import Dense
+from ..numerics import to_accumulate
+from ..registry import Call, Factors, Use, own_rule
+
+
+def _reads_input_for_weight(*names: str) -> Any:
+    """The input is needed only where the scale is trained; statistics are needed with it."""
+
+    def reads(use: Use) -> list[Tensor]:
+        bound = dict(zip(names, use.bind(*names)))
+        needed = [bound.get(name) for name in ("input", "running_mean", "running_var")] if use.tracks(bound["weight"]) else []
+        return [tensor for tensor in needed if isinstance(tensor, Tensor)]
+
+    return reads
+
+
+def _trailing(use: Use, dims: int) -> tuple[int, ...]:
+    return tuple(range(dims - len(use.bind("input", "normalized_shape")[1])))
+
+
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
+
+
+@own_rule(F.layer_norm, torch.layer_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_LAYER_NORM))
+def layer_norm(call: Call) -> Factors:
+    """h = γ ⊙ ĥ + β with ĥ normalised over the trailing axes."""
+    x, shape, weight, bias, eps = call.bind(*_LAYER_NORM, eps=1e-5)
+    grad = to_accumulate(call.output_grad)  # (R, *, *shape)
+    factors: Factors = {}
+    if call.tracks(weight):
+        factors[weight] = Dense.summed(grad * F.layer_norm(to_accumulate(x), shape, eps=eps), weight.shape)
+    if call.tracks(bias):
+        factors[bias] = Dense.summed(grad, bias.shape)
+    return factors
+
+
+_RMS_NORM = ("input", "normalized_shape", "weight", "eps")
+
+
+@own_rule(F.rms_norm, torch.rms_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_RMS_NORM))
+def rms_norm(call: Call) -> Factors:
+    """h = γ ⊙ x / rms(x). Without an eps torch takes the machine epsilon of the input, so the input keeps its precision."""
+    x, shape, weight, eps = call.bind(*_RMS_NORM)
+    normalized = to_accumulate(F.rms_norm(x, shape)) if eps is None else F.rms_norm(to_accumulate(x), shape, eps=eps)
+    return {weight: Dense.summed(to_accumulate(call.output_grad) * normalized, weight.shape)}
+
+
+def _channels(call: Call, normalized: Tensor | None, weight: Any, bias: Any) -> Factors:
+    """One scale and shift a channel, channels on axis 1."""
+    grad = to_accumulate(call.output_grad)  # (R, C, *)
+    factors: Factors = {}
+    if normalized is not None:
+        factors[weight] = Dense.summed((grad * normalized).unsqueeze(-1).flatten(2).mT, weight.shape)
+    if call.tracks(bias):
+        factors[bias] = Dense.summed(grad.unsqueeze(-1).flatten(2).mT, bias.shape)
+    return factors
+
+
+_GROUP_NORM = ("input", "num_groups", "weight", "bias", "eps")
+
+
+@own_rule(F.group_norm, torch.group_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_GROUP_NORM))
+def group_norm(call: Call) -> Factors:
+    x, groups, weight, bias, eps = call.bind(*_GROUP_NORM, eps=1e-5)
+    normalized = F.group_norm(to_accumulate(x), groups, eps=eps) if call.tracks(weight) else None
+    return _channels(call, normalized, weight, bias)
+
+
+_INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+
+
+@own_rule(F.instance_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_INSTANCE_NORM))
+def instance_norm(call: Call) -> Factors:
+    """Each image by its own statistics, or by the running ones in evaluation mode."""
+    x, mean, variance, weight, bias, own_statistics, _, eps = call.bind(*_INSTANCE_NORM, use_input_stats=True, eps=1e-5)
+    normalized = None
+    if call.tracks(weight):
+        x = to_accumulate(x)
+        normalized = F.instance_norm(x, eps=eps) if own_statistics else _by_statistics(x, mean, variance, eps)
+    return _channels(call, normalized, weight, bias)
+
+
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+@own_rule(F.batch_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_BATCH_NORM))
+def batch_norm(call: Call) -> Factors:
+    """The paper's frozen BatchNorm: running statistics, in evaluation mode; training mode was refused at the call (guards.py)."""
+    x, mean, variance, weight, bias, _, _, eps = call.bind(*_BATCH_NORM, eps=1e-5)
+    normalized = _by_statistics(to_accumulate(x), mean, variance, eps) if call.tracks(weight) else None
+    return _channels(call, normalized, weight, bias)
+
+
+def _by_statistics(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """(x − mean) / √(variance + eps), a statistic a channel. x: (R, C, *)"""
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    mean, variance = mean.to(x.dtype).view(shape), variance.to(x.dtype).view(shape)
+    return (x - mean) * (variance + eps).rsqrt()

@@ -1,0 +1,145 @@
+"""Which rows belong to which example, measured: a backward pass with known weights on the losses.
+
+If row r of a tap belongs to example i alone, then weighting the losses with s multiplies its gradient by s_i, exactly when
+s_i is a power of two. Each example gets its own sequence of powers over a few passes, so any two examples are told apart,
+whatever their number, and a gradient that mixes two of them fits neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import MixedExamples
+from .functions import full_name
+from .layout import EvenGrouping, Layout, Table, to_rows
+from .marks import Marks
+from .numerics import flat_rows, to_accumulate
+from .rules.spread import spread_rule
+from .taps import Record
+
+# How far a gradient may be off its power of two: nothing but the order of atomic additions moves it.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_NOISE = 1e-6  # entries this much below the largest of their tap are not decoded
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A sequence of powers of two for each example; no two examples have the same."""
+
+    base: int
+    lowest: int
+    digits: list[list[int]]  # [pass][example]
+
+    @classmethod
+    def draw(cls, batch: int, half: bool) -> Codes:
+        base, lowest = (4, -2) if half else (16, -8)  # float16 has little room below and above
+        passes = max(1, math.ceil(math.log(batch, base) - 1e-9))
+        numbers = list(range(batch))
+        random.Random().shuffle(numbers)
+        return cls(base, lowest, [[number // base**k % base for number in numbers] for k in range(passes)])
+
+    def weights(self, like: Tensor) -> Iterator[Tensor]:
+        """(B,) for each pass."""
+        for digits in self.digits:
+            yield torch.tensor([2.0 ** (self.lowest + digit) for digit in digits], dtype=like.dtype, device=like.device)
+
+    def owner_of(self) -> Tensor:
+        """The example of each number that a sequence of digits spells, -1 for none."""
+        numbers = [sum(digits[i] * self.base**k for k, digits in enumerate(self.digits)) for i in range(len(self.digits[0]))]
+        table = torch.full((self.base ** len(self.digits),), -1)
+        table[torch.tensor(numbers)] = torch.arange(len(numbers))
+        return table
+
+
+class Measurement:
+    """What the passes say about one tap. `grad` is its gradient at weights one."""
+
+    def __init__(self, record: Record, grad: Tensor, batch: int):
+        self.record = record
+        self.grad = grad
+        self.batch = batch
+        self.is_zero = not bool((grad.isfinite() & (grad != 0)).any())
+        self.candidates = [] if self.is_zero else list(self._candidates())
+        self._readings: list[Tensor] = []
+
+    def _axes(self) -> Iterator[tuple[int, ...]]:
+        for count in (1, 2, 3):
+            yield from itertools.combinations(self.record.row_axes, count)
+
+    def _candidates(self) -> Iterator[Layout]:
+        for axes in self._axes():
+            rows = math.prod(self.grad.shape[axis] for axis in axes)
+            if rows and rows % self.batch == 0:
+                yield Layout(axes, "block")
+                if rows > self.batch:
+                    yield Layout(axes, "strided")
+
+    def compare(self, weighted: Tensor, weights: Tensor) -> None:
+        """Drop the candidates that this pass contradicts."""
+        self.candidates = [layout for layout in self.candidates if self._agrees(layout, weighted, weights)]
+
+    def _agrees(self, layout: Layout, weighted: Tensor, weights: Tensor) -> bool:
+        plain, scaled = (flat_rows(to_accumulate(to_rows(side, layout.axes))) for side in (self.grad, weighted))  # (R, m)
+        factor = weights.to(plain)[EvenGrouping(len(plain), self.batch, layout.order).owners().to(plain.device), None]
+        error = (scaled - factor * plain).abs().amax(1)
+        size = (factor * plain).abs().amax(1)
+        finite = error.isfinite() & size.isfinite()
+        return bool((~finite | (error <= _TOLERANCE[self.grad.dtype] * size)).all())
+
+    def settled(self) -> Layout | None:
+        """The one layout that agrees with everything, if at least two examples speak for it."""
+        fewest = min((len(layout.axes) for layout in self.candidates), default=0)
+        simplest = [layout for layout in self.candidates if len(layout.axes) == fewest]
+        if len(simplest) != 1:
+            return None
+        rows = flat_rows(to_rows(self.grad, simplest[0].axes))
+        speaking = (rows.isfinite() & (rows != 0)).any(1)
+        owners = EvenGrouping(len(rows), self.batch, simplest[0].order).owners().to(rows.device)
+        return simplest[0] if owners[speaking].unique().numel() > 1 else None
+
+    def read(self, weighted: Tensor) -> None:
+        """Keep the power of two of every entry, for `table`."""
+        plain, scaled = to_accumulate(self.grad), to_accumulate(weighted)
+        usable = plain.isfinite() & scaled.isfinite() & (plain.abs() > _NOISE * plain.abs().nan_to_num(0, 0, 0).max())
+        ratio = torch.where(usable, scaled / plain, 1.0)
+        exponent = ratio.abs().log2().round()
+        exact = (ratio * torch.exp2(-exponent) - 1).abs() <= _TOLERANCE[self.grad.dtype]
+        reading = torch.where(exact, exponent, float("nan"))
+        self._readings.append(torch.where(usable, reading, float("inf")))  # inf: nothing to read, nan: no power of two
+
+    def table(self, codes: Codes) -> Table | None:
+        """The owner of every row, decoded; None if some entry belongs to no single example."""
+        number = torch.zeros_like(self._readings[0], dtype=torch.long)
+        silent = torch.stack([reading == float("inf") for reading in self._readings]).any(0)
+        for k, reading in enumerate(self._readings):
+            digit = reading - codes.lowest
+            if bool((~silent & ~((digit >= 0) & (digit < codes.base))).any()):
+                return None
+            number += torch.where(silent, 0, digit).long() * codes.base**k
+        owners = codes.owner_of().to(number.device)[number]
+        if bool((~silent & (owners < 0)).any()):
+            return None
+        owners = torch.where(silent, -1, owners)
+        for axes in [*self._axes(), *([()] if not self.record.row_axes else [])]:
+            rows = flat_rows(to_rows(owners, axes))
+            largest = rows.amax(1, keepdim=True)
+            if bool(((rows == largest) | (rows < 0)).all()):
+                return Table(axes, largest[:, 0])
+        return None
+
+    def refusal(self, marks: Marks) -> MixedExamples:
+        use = self.record.use
+        called = "an entry-wise function" if self.record.rule is spread_rule else full_name(use.func)
+        return MixedExamples(
+            f"where {called} uses {marks.describe(use.tracked)}{marks.where(use.tracked)}, the gradient of one loss reaches rows "
+            f"that other losses reach too (shape {tuple(self.grad.shape)}, {self.batch} losses).",
+            "Let every loss depend on its own example alone: no batch statistics, no contrastive terms, one entry of `losses` an "
+            "example. If what enters there carries no examples (a shared mask, position ids), declare it with clipwise.constant(x).",
+        )

@@ -1,0 +1,87 @@
+"""A tap: an identity in the graph behind a watched call, where the backward pass hands over the output's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import Rule, Use
+
+
+class Slot:
+    """Stands in a recorded call for a tensor that autograd keeps (checkpointing and offloading may move it meanwhile)."""
+
+    __slots__ = ("example", "index")
+
+    def __init__(self, index: int, example: bool):
+        self.index = index
+        self.example = example
+
+
+class Record:
+    """One watched call, as the tap behind it remembers it."""
+
+    __slots__ = ("key", "output", "row_axes", "rule", "switch", "upstream", "use")
+
+    def __init__(self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None):
+        self.use = use  # arguments, with a Slot for every kept tensor
+        self.rule = rule
+        self.row_axes = row_axes  # axes of the output that may number rows
+        self.key = key  # the path of calls that led here
+        self.switch = switch
+        self.upstream = upstream  # autograd nodes of the example data that went in
+        self.output = output  # kept only where the call is differentiated example by example
+
+    def restored(self, kept: tuple[Tensor, ...]) -> tuple[Use, list[Tensor]]:
+        """The call with its tensors back in place, and those that hold example data."""
+        examples: list[Tensor] = []
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Slot):
+                if value.example:
+                    examples.append(kept[value.index])
+                return kept[value.index]
+            if isinstance(value, list | tuple):
+                return type(value)(map(fill, value))
+            return value
+
+        use = self.use
+        return Use(use.func, fill(tuple(use.args)), {k: fill(v) for k, v in use.kwargs.items()}, use.tracked), examples
+
+
+class Switch:
+    """Whether the taps of a tape hand anything over. One backward pass of ours turns it on; any other passes through."""
+
+    __slots__ = ("receive",)
+
+    def __init__(self) -> None:
+        self.receive: Callable[[Record, Tensor, tuple[Tensor, ...]], None] | None = None
+
+
+class Tap(torch.autograd.Function):
+    """y = x, and in the backward pass `receive(record, dL/dy, kept tensors)`.
+
+    `anchor` is a scalar leaf that requires grad: asking autograd for the gradient of the losses with respect to it alone
+    visits every tap and computes no weight gradient. The output shares x's memory but is no view of it, so it may be
+    changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, record: Record, kept: tuple[Tensor, ...]) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        receive = ctx.record.switch.receive
+        if receive is not None and grad is not None:
+            kept = ctx.saved_tensors  # may compute a checkpointed region again, under the tape
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                receive(ctx.record, grad, kept)
+        return grad, None, None, None

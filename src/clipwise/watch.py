@@ -1,0 +1,195 @@
+"""The mode that sees every torch function of the forward pass and puts taps where weights meet examples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .derived import needs_autograd
+from .errors import UncoveredUse
+from .functions import Trait, full_name, is_open, opened, trait_of
+from .guards import GUARDS
+from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
+from .registry import REWRITES, RULES, SPREADS, Rule, Use
+from .rules.fallback import differentiate_each_example
+from .rules.spread import spread_rule
+from .taps import Record, Slot, Tap
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+_SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
+
+
+class Watch(TorchFunctionMode):
+    """Sorts each torch call by what it is handed: nothing of ours, weights alone, or weights together with example data."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trait = trait_of(func)
+        if kwargs is None:
+            kwargs = {}
+        tape = self.tape
+        if trait.ignored or tape.paused:
+            return func(*args, **kwargs)
+        if trait.runs_backward:
+            with self:
+                return opened(func)(*args, **kwargs)
+        if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
+            tape.silence_compiler()
+        tracked: list[Tensor] = []
+        example = self._look_through(args, tracked)
+        if kwargs:
+            example = self._look_through(kwargs.values(), tracked) or example
+        tape.trail = hash((tape.trail, trait.name))
+        guard = GUARDS.get(func)
+        if guard is not None:
+            guard(Use(func, args, kwargs, tracked), tape.marks)
+        if not tracked:
+            if example:
+                return self._on_examples(func, trait, args, kwargs)
+            result = func(*args, **kwargs)
+            if not trait.payload:
+                tape.marks.mark_constant(result)
+            return result
+        if not example:
+            return self._on_weights(func, trait, args, kwargs, tracked)
+        return self._on_both(func, trait, args, kwargs, tracked)
+
+    def _look_through(self, values: Any, tracked: list[Tensor]) -> bool:
+        """Collect the weights among `values`; whether there is example data too."""
+        example = False
+        marks, tape = self.tape.marks, self.tape
+        for value in values:
+            if isinstance(value, Tensor):
+                kind = marks.kind(value)
+                if kind == EXAMPLE:
+                    example = True
+                elif kind == TRACKED:
+                    tracked.append(value)
+            elif isinstance(value, int):
+                if value in _SMALL:
+                    tape.trail = hash((tape.trail, value))
+            elif isinstance(value, list | tuple):
+                example = self._look_through(value, tracked) or example
+        return example
+
+    def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
+        target = kwargs.get("out") if not trait.writes else args[0]
+        if target is not None:
+            for tensor in tensors_in(target):
+                self.tape.marks.took_example_data(tensor, full_name(func))
+        result = func(*args, **kwargs)
+        if trait.blank:
+            self.tape.marks.mark_constant(result)
+        return result
+
+    def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
+        result = func(*args, **kwargs)
+        marks = self.tape.marks
+        if trait.writes:
+            marks.changed_in_place(args[0], tracked)
+        else:
+            marks.mark_derived(result, func, args, kwargs, tracked)
+        return result
+
+    def _on_both(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
+        if trait.blank or (trait.borrows and not any(args[0] is weight for weight in tracked)):
+            return self._on_examples(func, trait, args, kwargs)
+        if trait.borrows:
+            return self._on_weights(func, trait, args, kwargs, tracked)
+        if not torch.is_grad_enabled():
+            return self._on_examples(func, trait, args, kwargs)
+        if func in REWRITES:
+            with self:
+                result = REWRITES[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        use, tape_marks = Use(func, args, kwargs, tracked), self.tape.marks
+        if func in SPREADS:
+            spread_out = SPREADS[func](use, self._tap_weight)
+            if spread_out is not None:
+                return self._on_examples(func, trait, *spread_out)
+        if trait.writes and any(args[0] is weight for weight in tracked):
+            raise UncoveredUse(
+                f"{tape_marks.describe(tracked)} was written into a tensor that {full_name(func)} now changes with example data"
+                f"{tape_marks.where(tracked)}.",
+                "Put the pieces together without writing in place (torch.cat, torch.where), or freeze the parameter.",
+            )
+        if func in RULES:
+            return self._tap_output(use, RULES[func])
+        if is_open(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        if self.tape.fallback and not trait.writes:
+            return differentiate_each_example(self, use)
+        result = func(*args, **kwargs)
+        if not any(tensor.requires_grad for tensor in tensors_in(result)):
+            return result
+        raise self._refusal(func, tracked, f"used by {full_name(func)}, which has no rule")
+
+    def _refusal(self, func: Callable[..., Any], tracked: list[Tensor], how: str) -> UncoveredUse:
+        marks = self.tape.marks
+        return UncoveredUse(
+            f"{marks.describe(tracked)} is {how}{marks.where(tracked)}.",
+            f"Register one with @clipwise.rule({full_name(func)}), freeze the parameter, or pass fallback=True to "
+            "differentiate that call example by example (slower).",
+        )
+
+    def _tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
+        expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
+        use = Use(torch.Tensor.expand, (weight,), {}, [weight])
+        return self.insert_tap(expanded, use, spread_rule, upstream=[])
+
+    def _tap_output(self, use: Use, rule: Rule) -> Any:
+        upstream = upstream_of(use)
+        output = use.func(*use.args, **use.kwargs)
+        if not isinstance(output, Tensor):
+            raise self._refusal(use.func, use.tracked, f"used by {full_name(use.func)}, which returns several tensors,")
+        if not output.requires_grad:
+            return output
+        return self.insert_tap(output, use, rule, upstream)
+
+    def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
+        """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
+        tape = self.tape
+        key = hash((tape.trail, output.dim(), *(tape.marks.describe([weight]) for weight in use.tracked)))
+        tape.trail = hash((tape.trail, key))
+        tape.needs_graph = tape.needs_graph or local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
+        recorded, kept = self._recorded(use, rule)
+        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
+        tape.created.add(key)
+        return Tap.apply(output, tape.anchor, record, kept)
+
+    def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
+        """The call with a Slot for each tensor that the rule reads, and these tensors."""
+        wanted = None if rule.reads is None else [id(tensor) for tensor in rule.reads(use)]
+        kept: list[Tensor] = []
+
+        def put_away(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return tuple(map(put_away, value))
+            if not isinstance(value, Tensor) or use.tracks(value):
+                return value
+            if wanted is not None and id(value) not in wanted:
+                return None
+            kept.append(value)
+            return Slot(len(kept) - 1, self.tape.marks.kind(value) != CONSTANT)
+
+        args, kwargs = put_away(tuple(use.args)), {k: put_away(v) for k, v in use.kwargs.items()}
+        return Use(use.func, args, kwargs, use.tracked), tuple(kept)
+
+
+def upstream_of(use: Use) -> list[Any]:
+    """The autograd nodes that made the example data a call is handed (asked before the call, which may change it in place)."""
+    return [t.grad_fn for t in tensors_in((use.args, use.kwargs)) if t.requires_grad and not use.tracks(t)]
+
