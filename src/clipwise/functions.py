@@ -106,12 +106,17 @@ def _false(*_: Any) -> bool:
     return False
 
 
+_QUESTIONS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 _opened: dict[types.FunctionType, types.FunctionType] = {}
 
 
 def is_open(func: Callable[..., Any]) -> bool:
     """Whether `func` is written in Python on top of other torch functions, so that the tape can watch those instead."""
-    return isinstance(func, types.FunctionType) and func.__module__ in ("torch.nn.functional", "torch.functional")
+    return (
+        isinstance(func, types.FunctionType)
+        and func.__module__ in ("torch.nn.functional", "torch.functional")
+        and not _QUESTIONS.isdisjoint(func.__code__.co_names)
+    )
 
 
 def opened(func: Callable[..., Any]) -> types.FunctionType:
@@ -123,8 +128,7 @@ def opened(func: Callable[..., Any]) -> types.FunctionType:
     assert isinstance(func, types.FunctionType)
     copy = _opened.get(func)
     if copy is None:
-        questions = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-        namespace = {**func.__globals__, **dict.fromkeys(questions, _false)}
+        namespace = {**func.__globals__, **dict.fromkeys(_QUESTIONS, _false)}
         copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
         copy.__kwdefaults__ = func.__kwdefaults__
         _opened[func] = copy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .derived import example_gradients, pull_back
 from .errors import WrongRule
-from .factors import Dense, Diagonal, Factor, FactorSum, PartSum, sum_of
+from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, sum_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
 from .marks import Marks
@@ -75,8 +75,18 @@ class ExampleGradients:
         else:
             self._indirect.setdefault(id(weight), (weight, []))[1].append(factor)
 
+    def add_zero(self, record: Record) -> None:
+        """The gradient that reached this tap is zero throughout: its parameters take part, with nothing."""
+        for key in frozenset().union(*map(self._marks.roots, record.use.tracked)):
+            self._direct.setdefault(key, [])
+
     def finish(self) -> None:
         """All taps have been heard."""
+        for key, factors in self._direct.items():
+            if not factors:
+                parameter = self._marks.parameters[key]
+                nothing = parameter.new_zeros(self.batch, 0, 1)
+                factors.append(Outer(nothing.expand(-1, -1, parameter.numel()), nothing, parameter.shape))
         self._sums = {key: sum_of(factors) for key, factors in self._direct.items()}
         if self._indirect:
             outputs = [weight for weight, _ in self._indirect.values()]

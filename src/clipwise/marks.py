@@ -58,7 +58,8 @@ class Marks:
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
         self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
-        self.widest = 1
+        self.widest = 1  # longest first axis among the inputs
+        self.derived_dtypes: set[torch.dtype] = set()
         several = len(modules) > 1
         for number, root in enumerate(modules):
             for prefix, module in root.named_modules():
@@ -114,6 +115,15 @@ class Marks:
             return EXAMPLE
         return self._kind_from_outside(tensor)
 
+    def enters(self, tensors: Iterable[Tensor]) -> None:
+        """These are handed to a captured module: example data, even if they were made from nothing inside the block."""
+        for tensor in tensors:
+            entry = self._entries.get(id(tensor))
+            if entry is not None and entry[0]() is tensor and entry[1] == CONSTANT and self._kind_from_outside(tensor) == EXAMPLE:
+                self._put(tensor, EXAMPLE)
+            else:
+                self.kind(tensor)  # notes how long the batch is
+
     def _kind_from_outside(self, tensor: Tensor) -> int:
         if tensor.dim() == 0 or is_declared_constant(tensor):
             return CONSTANT
@@ -159,6 +169,7 @@ class Marks:
             elif id(tensor) not in self._state and not any(tensor is source for source in tracked):
                 if derived is None:
                     derived = Derived(func, args, kwargs, frozenset().union(*map(self.roots, tracked)))
+                    self.derived_dtypes.add(tensor.dtype)
                 self._put(tensor, derived)
 
     def changed_in_place(self, target: Tensor, tracked: list[Tensor]) -> None:

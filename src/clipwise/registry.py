@@ -25,6 +25,7 @@ class Use:
         self.args = args
         self.kwargs = kwargs
         self.tracked = tracked
+        self._tracked_ids = set(map(id, tracked))
 
     def bind(self, *names: str, **defaults: Any) -> list[Any]:
         """The arguments by name, in this order; positional or not, None or the default where absent."""
@@ -33,7 +34,7 @@ class Use:
 
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""
-        return any(value is weight for weight in self.tracked)
+        return id(value) in self._tracked_ids
 
 
 class Call(Use):

@@ -188,8 +188,7 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
             return
         with tape.pause():
             open_calls.append(RootCall(module, args, kwargs))
-            for tensor in tensors_in((args, kwargs)):
-                tape.marks.kind(tensor)  # lets the marks know how long the batch is
+            tape.marks.enters(tensors_in((args, kwargs)))
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if tape.paused:

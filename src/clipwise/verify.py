@@ -47,10 +47,12 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], known
             placement = known.get(record.key) or placements.get(id(record))
             if placement is not None:
                 gradients.add(record, grad, kept, placement)
+            else:
+                gradients.add_zero(record)
         gradients.finish()
         if not moving:
             return gradients
-        lowest = min((grad.dtype for _, grad, _ in heard), key=lambda dtype: -_SUM_TOLERANCE[dtype])
+        lowest = max({grad.dtype for _, grad, _ in heard} | tape.marks.derived_dtypes, key=lambda dtype: _SUM_TOLERANCE[dtype])
         conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
     check_rows_alone(tape, len(losses), nodes, placements.values())
     if conclusive:

@@ -162,9 +162,9 @@ class Watch(TorchFunctionMode):
     def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
         """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
         tape = self.tape
-        key = hash((tape.trail, output.dim(), *(tape.marks.describe([weight]) for weight in use.tracked)))
-        tape.trail = hash((tape.trail, key))
-        tape.needs_graph = tape.needs_graph or local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
+        key = tape.trail = hash((tape.trail, output.dim(), *[id(weight) for weight in use.tracked if id(weight) in tape.marks.parameters]))
+        if not tape.needs_graph:
+            tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created.add(key)
@@ -176,20 +176,28 @@ class Watch(TorchFunctionMode):
         kept: list[Tensor] = []
 
         def put_away(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return tuple(map(put_away, value))
-            if not isinstance(value, Tensor) or use.tracks(value):
-                return value
-            if wanted is not None and id(value) not in wanted:
-                return None
-            kept.append(value)
-            return Slot(len(kept) - 1, self.tape.marks.kind(value) != CONSTANT)
+            if isinstance(value, Tensor):
+                if use.tracks(value):
+                    return value
+                if wanted is not None and id(value) not in wanted:
+                    return None
+                kept.append(value)
+                return Slot(len(kept) - 1, self.tape.marks.kind(value) != CONSTANT)
+            return tuple(map(put_away, value)) if isinstance(value, list | tuple) else value
 
-        args, kwargs = put_away(tuple(use.args)), {k: put_away(v) for k, v in use.kwargs.items()}
+        args = tuple([put_away(value) for value in use.args])
+        kwargs = {name: put_away(value) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
         return Use(use.func, args, kwargs, use.tracked), tuple(kept)
 
 
 def upstream_of(use: Use) -> list[Any]:
     """The autograd nodes that made the example data a call is handed (asked before the call, which may change it in place)."""
-    return [t.grad_fn for t in tensors_in((use.args, use.kwargs)) if t.requires_grad and not use.tracks(t)]
+    nodes: list[Any] = []
+    for value in (*use.args, *use.kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.requires_grad and not use.tracks(value):
+                nodes.append(value.grad_fn)
+        elif isinstance(value, list | tuple):
+            nodes += [t.grad_fn for t in tensors_in(value) if t.requires_grad and not use.tracks(t)]
+    return nodes
 

@@ -90,7 +90,7 @@ class FactorSum:
             return "written"
         if all(isinstance(factor, Rows) for factor in factors):
             return "rows"
-        if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].terms == 1:
+        if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].terms <= 1:
             return "product"
         return choose_way(
             batch=self.batch,
@@ -113,7 +113,7 @@ class FactorSum:
             return torch.zeros(0, dtype=torch.float64, device=single.device)
         if len(self.factors) == 1 and isinstance(single, Rows):
             return single.squared_norms()
-        if len(self.factors) == 1 and isinstance(single, Outer) and single.terms == 1:
+        if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
             return single.term_norms().square().flatten(1).sum(1)
         if len(self.factors) == 1 and isinstance(single, Dense):
             return squared_norms(single.grad)

@@ -14,7 +14,7 @@ from ..registry import Use, rewrite, spread
 
 _NAMES = """add sub subtract rsub mul multiply div divide true_divide floor_divide pow float_power where lerp maximum minimum
     max min fmax fmin atan2 arctan2 hypot copysign fmod remainder addcmul addcdiv clamp clip clamp_min clamp_max logaddexp
-    logaddexp2 xlogy heaviside nextafter masked_fill""".split()
+    logaddexp2 xlogy heaviside nextafter""".split()
 _OPERATORS = """__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __pow__ __rpow__
     __mod__ __rmod__ __floordiv__ __rfloordiv__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__""".split()
 
@@ -32,7 +32,7 @@ def elementwise(use: Use, tap: Any) -> Any:
     writes = use.func.__name__.endswith("_") and not use.func.__name__.endswith("__")
     if (writes and use.tracks(tensors[0])) or any(isinstance(value, int) and not isinstance(value, bool) for value in _axis_arguments(use)):
         return None
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = _broadcast_shape(tensors)
     numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]
 
     def spread_out(value: Any) -> Any:
@@ -44,6 +44,16 @@ def elementwise(use: Use, tap: Any) -> Any:
         return tap(value, shape).to(_result_type(numbers)) if value.dim() == 0 and len(shape) else tap(value, shape)
 
     return spread_out(tuple(use.args)), {k: spread_out(v) for k, v in use.kwargs.items()}
+
+
+def _broadcast_shape(tensors: list[Tensor]) -> torch.Size:
+    """torch.broadcast_shapes without its checks (the function itself makes them), which cost more than everything else here."""
+    shape = [1] * max(tensor.dim() for tensor in tensors)
+    for tensor in tensors:
+        for place, size in enumerate(tensor.shape, len(shape) - tensor.dim()):
+            if size != 1:
+                shape[place] = size
+    return torch.Size(shape)
 
 
 def _result_type(tensors: list[Tensor]) -> torch.dtype:
@@ -86,6 +96,11 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     if weight.numel() > 1 and input.dim() > 1:
         weight = weight.view(-1, *[1] * (input.dim() - 2))
     return torch.where(input > 0, input, weight * input)
+
+
+@rewrite(torch.masked_fill, torch.Tensor.masked_fill)
+def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, value, input)
 
 
 @rewrite(torch.broadcast_tensors)

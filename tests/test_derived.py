@@ -1,0 +1,104 @@
+"""Weights made from other weights: transposes, slices, chunks, casts, normalised and low-rank weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, assert_exact, examples
+from torch import nn
+from torch.nn.utils import parametrizations
+
+P = nn.Parameter
+
+
+def two_halves(s, x):
+    a, b = s.w.chunk(2)
+    return torch.tanh(F.linear(x, a)) * F.linear(x, b)
+
+
+USES = {
+    "transposed": lambda s, x: x @ s.w.t(),
+    "twice transposed": lambda s, x: F.linear(x, s.w.t().t()),
+    "permuted": lambda s, x: x @ s.w.permute(1, 0),
+    "reshaped": lambda s, x: F.linear(x, s.w.view(-1).view(6, 4)),
+    "unsqueezed": lambda s, x: F.conv1d(x.unsqueeze(-1), s.w.unsqueeze(-1)).squeeze(-1),
+    "rows": lambda s, x: F.linear(x, s.w[1:4]),
+    "columns": lambda s, x: F.linear(x[:, :2], s.w[:, :2]),
+    "columns with a step": lambda s, x: F.linear(x[:, :2], s.w[:, ::2]),
+    "a row as a vector": lambda s, x: x * s.w[2],
+    "chunks": two_halves,
+    "overlapping rows": lambda s, x: F.linear(x, s.w[:4]) + F.linear(x, s.w[2:]),
+    "the same rows twice": lambda s, x: F.linear(torch.tanh(F.linear(x, s.w[:4])), s.w[:4]),
+    "a part and the whole": lambda s, x: torch.cat([F.linear(x, s.w), F.linear(x, s.w[:2])], 1),
+    "disjoint columns": lambda s, x: F.linear(x[:, :2], s.w[:, :2]) * F.linear(x[:, 2:], s.w[:, 2:]),
+    "cast and back": lambda s, x: F.linear(x, s.w.to(torch.float64)),
+    "cloned": lambda s, x: F.linear(x, s.w.clone()),
+    "made contiguous": lambda s, x: x @ s.w.t().contiguous(),
+    "rows of a copy": lambda s, x: F.linear(x, s.w.clone()[1:4]),
+    "split": lambda s, x: sum(F.linear(x, part).sum(1, keepdim=True).tanh() for part in s.w.split([1, 2, 3])),
+    "unbind": lambda s, x: torch.stack([(x * row).sum(1) for row in s.w.unbind()], 1),
+    "scaled": lambda s, x: F.linear(x, s.w * 0.5),
+    "normalised": lambda s, x: F.linear(F.normalize(x, dim=1), F.normalize(s.w, dim=1)),
+    "masked": lambda s, x: F.linear(x, s.w * (torch.arange(4) > 1)),
+    "softmaxed": lambda s, x: F.linear(x, s.w.softmax(1)),
+    "expanded": lambda s, x: F.linear(x, s.w[:1].expand(5, -1)),
+    "repeated": lambda s, x: F.linear(x, s.w.repeat(2, 1)),
+    "plus low rank": lambda s, x: F.linear(x, s.w + s.w[:, :2] @ s.w[:2]),
+    "direct and scaled": lambda s, x: F.linear(x, s.w) + F.linear(x, 2 * s.w).tanh(),
+    "written into zeros": lambda s, x: F.linear(x, _written(s.w)),
+    "as bias": lambda s, x: F.linear(x, s.w, s.w.sum(1)),
+    "sum of a table": lambda s, x: x * s.w.sum(0),
+}
+
+
+def _written(w):
+    out = torch.zeros(3, 4, dtype=w.dtype)
+    out[1] = w[0] * 2
+    out[2] += w[1]
+    return out
+
+
+@pytest.mark.parametrize("name", USES)
+def test_derived_weights(name):
+    assert_exact(Net(lambda s, x: torch.tanh(USES[name](s, x)), w=P(torch.randn(6, 4))), examples(5, 4), methods=ALL_METHODS)
+
+
+def test_low_rank_update():
+    model = Net(
+        lambda s, x: torch.tanh(F.linear(x, s.w + s.b @ s.a)), w=P(torch.randn(4, 3)), a=P(torch.randn(2, 3)), b=P(torch.randn(4, 2))
+    )
+    assert_exact(model, examples(5, 6, 3), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(2, 3, 2)])
+def test_weight_norm(layer):
+    shape = (4,) if isinstance(layer, nn.Linear) else (2, 5)
+    assert_exact(Net(lambda s, x: torch.tanh(s.a(x)), a=parametrizations.weight_norm(layer)), examples(5, *shape), methods=ALL_METHODS)
+
+
+def test_orthogonal_parametrization():
+    assert_exact(Net(lambda s, x: torch.tanh(s.a(x)), a=parametrizations.orthogonal(nn.Linear(4, 4))), examples(5, 4))
+
+
+def test_spectral_norm_with_its_buffers_at_rest():
+    model = Net(lambda s, x: torch.tanh(s.a(x)), a=parametrizations.spectral_norm(nn.Linear(4, 3)).eval())
+    assert_exact(model, examples(5, 4), methods=ALL_METHODS)
+
+
+def test_embedding_of_a_derived_table_keeps_its_gradient_exact():
+    model = Net(lambda s, ids: torch.tanh(F.embedding(ids, F.normalize(s.w, dim=1))), w=P(torch.randn(6, 3)))
+    assert_exact(model, torch.randint(0, 6, (4, 5)))
+
+
+def test_cast_of_a_weight_in_half_of_a_model():
+    model = Net(lambda s, x: F.linear(x, s.w.to(torch.float32).to(torch.float64)).tanh(), w=P(torch.randn(3, 4)))
+    assert_exact(model, examples(5, 4), tolerance=1e-6)
+
+
+def test_several_axes_of_examples_with_an_expanded_token():
+    """(2, 3) examples in two axes, flattened only at the end."""
+
+    def forward(s, x):
+        grid = x.view(2, -1, *x.shape[1:]) if len(x) % 2 == 0 else x.unsqueeze(0)
+        return s.out(torch.tanh(s.a(grid) + s.token)).flatten(0, 1)
+
+    assert_exact(Net(forward, a=nn.Linear(3, 4), token=P(torch.randn(4)), out=nn.Linear(4, 2)), examples(6, 3))

@@ -1,0 +1,98 @@
+"""Normalisation layers, against a float64 loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, assert_exact, examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import clipwise as cw
+
+
+def shaken(module):
+    """Scales and shifts away from one and zero."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+@given(
+    middle=st.lists(st.integers(1, 3), max_size=2),
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_layer_norm(middle, shape, bias, dtype):
+    model = Net(lambda s, x: torch.sin(s.a(x)), a=shaken(nn.LayerNorm(shape, bias=bias)))
+    assert_exact(model, examples(4, *middle, *shape), dtype=dtype)
+
+
+@given(middle=st.lists(st.integers(1, 3), max_size=2), width=st.integers(1, 5), eps=st.sampled_from([None, 1e-3]))
+def test_rms_norm(middle, width, eps):
+    model = Net(lambda s, x: torch.sin(s.a(x)), a=shaken(nn.RMSNorm(width, eps=eps)))
+    assert_exact(model, examples(4, *middle, width))
+
+
+@given(space=st.lists(st.integers(2, 3), max_size=3), groups=st.sampled_from([1, 2]))
+def test_group_norm(space, groups):
+    model = Net(lambda s, x: torch.sin(s.a(x)), a=shaken(nn.GroupNorm(groups, 4)))
+    assert_exact(model, examples(4, 4, *space))
+
+
+@pytest.mark.parametrize(("layer", "space"), [(nn.InstanceNorm1d, (5,)), (nn.InstanceNorm2d, (3, 4)), (nn.InstanceNorm3d, (2, 3, 2))])
+def test_instance_norm(layer, space):
+    assert_exact(Net(lambda s, x: torch.sin(s.a(x)), a=shaken(layer(3, affine=True))), examples(4, 3, *space))
+
+
+def frozen(layer, *, affine):
+    with torch.no_grad():
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.5, 2.0)
+    shaken(layer).requires_grad_(affine)
+    return layer.eval()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("layer", "space"), [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (3, 4)), (nn.BatchNorm3d, (2, 3, 2))])
+def test_frozen_batch_norm(layer, space, affine):
+    model = Net(lambda s, x: torch.sin(s.b(s.a * x)), a=nn.Parameter(torch.randn(3, *[1] * len(space))), b=frozen(layer(3), affine=affine))
+    assert_exact(model, examples(4, 3, *space), methods=ALL_METHODS)
+
+
+def test_instance_norm_in_evaluation_mode_uses_running_statistics():
+    layer = frozen(nn.InstanceNorm2d(3, affine=True, track_running_stats=True), affine=True)
+    assert_exact(Net(lambda s, x: torch.sin(s.a(x)), a=layer), examples(4, 3, 3, 4))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+def test_batch_norm_in_training_mode_is_refused(affine, track):
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=affine, track_running_stats=track), nn.Linear(3, 2))
+    with pytest.raises(cw.MixedExamples, match="whole batch"), cw.capture(model):
+        model(torch.randn(4, 3))
+
+
+def test_a_refused_batch_norm_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3)))
+    with pytest.raises(cw.MixedExamples, match=r"in 1\.0"), cw.capture(model):
+        model(torch.randn(4, 3))
+
+
+def test_batch_norm_without_statistics_is_refused_in_evaluation_mode_too():
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2)).eval()
+    with pytest.raises(cw.MixedExamples), cw.capture(model):
+        model(torch.randn(4, 3))
+
+
+def test_running_statistics_of_instance_norm_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True))
+    with pytest.raises(cw.StateWrite, match="running"), cw.capture(model):
+        model(torch.randn(4, 1, 5, 5))
+
+
+def test_functional_norms_with_only_a_bias():
+    model = Net(lambda s, x: torch.sin(F.layer_norm(x, (3,), bias=s.b)), b=nn.Parameter(torch.randn(3)))
+    assert_exact(model, examples(4, 2, 3))
