@@ -24,7 +24,7 @@ from .layout import EvenGrouping, Layout, Table
 from .marks import is_declared_constant
 from .tape import RootCall, Tape, outputs_in
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _FILLS = {"rand": 0.5, "uniform_": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "normal_": 0.0}
 _FILLS |= {"exponential_": 1.0, "bernoulli_": 1.0, "log_normal_": 1.0, "cauchy_": 0.0, "geometric_": 1.0, "random_": 0.0}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.feature_dropout}
@@ -165,7 +165,7 @@ def _same_rows(whole: Tensor, part: Tensor, batch: int, order: str, examples: li
     size = expected.abs().nan_to_num(0, 0, 0)
     finite = error.isfinite()
     scale = size.amax() if size.numel() else size.new_zeros(())
-    return bool((~finite | (error <= _TOLERANCE[whole.dtype] * scale)).all())
+    return bool((~finite | (error <= TOLERANCE[whole.dtype] * scale)).all())
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConsumedTape
+from .head import HeadCall
 from .layout import Layout
 from .marks import Marks, tensors_in
 from .taps import Record, Switch
@@ -62,6 +63,8 @@ class Tape:
         self.paused = False
         self.compiler_silenced = False
         self.root_calls: list[RootCall] = []
+        self.head_calls: list[HeadCall] = []
+        self.depth = 0  # captured modules that are running
         self.nonfinite: Tensor | None = None  # examples of the last losses whose gradient was not finite: private data
         self._entered = 0
         self._stack = contextlib.ExitStack()
@@ -143,6 +146,7 @@ class Tape:
         """These losses have become a gradient; nothing more can be made of them."""
         self._collected = None
         self.root_calls.clear()
+        self.head_calls.clear()
         key = id(losses)
         self._consumed[key] = weakref.ref(losses, lambda _: self._consumed.pop(key, None))
 
@@ -186,6 +190,7 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if tape.paused:
             return
+        tape.depth += 1
         with tape.pause():
             open_calls.append(RootCall(module, args, kwargs))
             tape.marks.enters(tensors_in((args, kwargs)))
@@ -193,6 +198,7 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if tape.paused:
             return
+        tape.depth -= 1
         call = open_calls.pop()
         if torch.is_grad_enabled() and output is not None:  # None: the call raised
             with tape.pause():

@@ -1,9 +1,10 @@
 """What must hold before a gradient is believed, checked on the first step and whenever the way to the losses changes.
 
 1. every use of a parameter lies behind a tap (coverage.py);
-2. rows of the model's output do not change when other rows are taken away (rerun.py);
-3. at every tap each row's gradient belongs to one example (separation.py);
-4. the factors add up to autograd's own gradient, for weights that tell examples apart.
+2. at every tap each row's gradient belongs to one example (separation.py);
+3. the factors add up to autograd's own gradient, for weights that tell examples apart;
+4. rows of the model's output do not change when other rows are taken away (rerun.py), nor the losses of some examples when
+   other examples' outputs and targets are exchanged (replay.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .coverage import check_coverage
 from .errors import WrongRule
 from .gradients import ExampleGradients
 from .layout import Layout, Table
+from .replay import check_losses_alone
 from .rerun import check_rows_alone
 from .separation import Codes, Measurement
 from .taps import Record
@@ -55,6 +57,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], known
         lowest = max({grad.dtype for _, grad, _ in heard} | tape.marks.derived_dtypes, key=lambda dtype: _SUM_TOLERANCE[dtype])
         conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
     check_rows_alone(tape, len(losses), nodes, placements.values())
+    check_losses_alone(tape, losses)
     if conclusive:
         known.update({record.key: place for record, _, _ in heard if isinstance(place := placements.get(id(record)), Layout)})
     return gradients

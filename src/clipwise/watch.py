@@ -18,6 +18,7 @@ from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
 from .registry import REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
+from .head import HeadCall
 from .taps import Record, Slot, Tap
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if trait.blank:
             self.tape.marks.mark_constant(result)
+        elif not self.tape.depth and torch.is_grad_enabled():
+            self.tape.head_calls.append(HeadCall(func, args, kwargs, result))
         return result
 
     def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
@@ -168,7 +171,10 @@ class Watch(TorchFunctionMode):
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created.add(key)
-        return Tap.apply(output, tape.anchor, record, kept)
+        tapped = Tap.apply(output, tape.anchor, record, kept)
+        if not tape.depth:
+            tape.head_calls.append(HeadCall(torch.Tensor.view_as, (output, output), {}, tapped))
+        return tapped
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
         """The call with a Slot for each tensor that the rule reads, and these tensors."""

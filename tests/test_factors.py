@@ -1,0 +1,205 @@
+"""One conformance suite for every kind of factor, and the sums and inner products between kinds."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipwise.factors import Convolution, Dense, Diagonal, FactorSum, Geometry, Outer, Placed, Rows, inner, sum_of
+from clipwise.factors import sums as sums_module
+from clipwise.factors.placed import Region, Storage, are_disjoint
+from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
+from clipwise.numerics import squared_norms
+from clipwise.planner import MemoryBudget, choose_way
+
+B = 4
+
+
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def view_of_a_matrix():
+    whole = torch.empty(6, 5)
+    return Placed(Outer(random(B, 3, 2), random(B, 3, 5)), Region.of(whole[1:3], whole), Storage.of(whole))
+
+
+KINDS = {
+    "outer": lambda: Outer(random(B, 3, 6), random(B, 3, 5)),
+    "outer, one term": lambda: Outer(random(B, 6), random(B, 5)),
+    "outer, several axes": lambda: Outer(random(B, 2, 3, 6), random(B, 2, 3, 5)),
+    "outer, blocks": lambda: Outer(random(B, 2, 4, 3), random(B, 2, 4, 5), torch.Size((6, 5)), groups=True),
+    "rows": lambda: Rows(torch.randint(0, 6, (B, 7)), random(B, 7, 5), torch.Size((6, 5))),
+    "dense": lambda: Dense(random(B, 6, 5)),
+    "dense, summed": lambda: Dense.summed(random(B, 3, 6, 5), (6, 5)),
+    "convolution": lambda: Convolution.of_rows(random(B, 6, 4), random(B, 5, 4), torch.Size((6, 5, 1)), Geometry((1,), (0,), (1,))),
+    "transposed convolution": lambda: Convolution.of_rows(
+        random(B, 3, 9), random(B, 4, 4), torch.Size((4, 3, 3)), Geometry((2,), (0,), (1,), transposed=True)
+    ),
+    "diagonal": lambda: Diagonal(random(B, 5), (0,)),
+    "placed": view_of_a_matrix,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weighted_sum_examples_and_mass(kind):
+    factor = KINDS[kind]()
+    written, weights = factor.dense(), torch.rand(B, dtype=torch.float64)
+    assert written.shape == (B, *factor.shape)
+    torch.testing.assert_close(factor.weighted_sum(weights), torch.einsum("b,b...->...", weights, written))
+    torch.testing.assert_close(factor.examples(1, 3).dense(), written[1:3])
+    torch.testing.assert_close(factor.examples(1, 3).weighted_sum(weights[1:3]), torch.einsum("b,b...->...", weights[1:3], written[1:3]))
+    assert (factor.mass() >= written.flatten(1).norm(dim=1) * (1 - 1e-12)).all()
+    assert factor.batch == B and factor.numel == written[0].numel() and factor.elements > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["keep", "tiles", "gram"])
+def test_every_way_gives_the_norm(kind, way, monkeypatch):
+    factor = KINDS[kind]()
+    monkeypatch.setattr(sums_module, "choose_way", lambda **_: way)
+    monkeypatch.setattr(sums_module, "CHUNK", 40)  # several chunks
+    total = sum_of([factor])
+    expected = factor.dense().flatten(1).square().sum(1)
+    torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected, rtol=1e-10, atol=0)
+    total.forget_terms()
+    weights = torch.rand(B, dtype=torch.float64)
+    torch.testing.assert_close(total.weighted_sum(weights), torch.einsum("b,b...->...", weights, factor.dense()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "diagonal"])
+@pytest.mark.parametrize("order", ["block", "strided"])
+def test_merging_rows_of_an_example(kind, order):
+    factor = KINDS[kind]()
+    owners = EvenGrouping(B, 2, order).owners()
+    expected = torch.zeros(2, *factor.shape, dtype=torch.float64).index_add_(0, owners, factor.dense())
+    merged = factor.merge(EvenGrouping(B, 2, order))
+    torch.testing.assert_close(merged.dense(), expected)
+    assert (merged.mass() >= expected.flatten(1).norm(dim=1) * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_by_a_table(kind):
+    factor = KINDS[kind]()
+    table = torch.tensor([2, -1, 0, 2])
+    expected = torch.zeros(3, *factor.shape, dtype=torch.float64).index_add_(0, table[[0, 2, 3]], factor.dense()[[0, 2, 3]])
+    torch.testing.assert_close(factor.merge(TableGrouping(table, 3)).dense(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_of_weight_zero_adds_nothing_even_if_it_is_not_finite(kind):
+    factor = KINDS[kind]()
+    finite = factor.examples(0, B - 1).weighted_sum(torch.ones(B - 1))
+    for name in ("left", "right", "rows", "grad", "input"):
+        for target in (factor, getattr(factor, "inner", None)):
+            tensor = getattr(target, name, None)
+            if tensor is not None:
+                tensor[-1] = float("inf")
+    weights = torch.ones(B)
+    weights[-1] = 0
+    torch.testing.assert_close(factor.weighted_sum(weights), finite)
+
+
+SAME_SHAPE = ["outer", "outer, one term", "outer, several axes", "outer, blocks", "rows", "dense", "placed"]
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations_with_replacement(SAME_SHAPE, 2)))
+def test_inner_products_and_sums_of_two_kinds(a, b, monkeypatch):
+    first, second = KINDS[a](), KINDS[b]()
+    torch.testing.assert_close(inner(first, second), (first.dense() * second.dense()).flatten(1).sum(1))
+    expected = first.dense() + second.dense()
+    for way in ("keep", "tiles", "gram"):
+        monkeypatch.setattr(sums_module, "choose_way", lambda way=way, **_: way)
+        total = FactorSum([first, second])
+        torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected.flatten(1).square().sum(1), rtol=1e-9, atol=0)
+        torch.testing.assert_close(total.weighted_sum(torch.ones(B)), expected.sum(0))
+
+
+def test_convolutions_of_one_kernel_add_up():
+    first, second = KINDS["convolution"](), KINDS["convolution"]()
+    total = FactorSum([first, second])
+    expected = first.dense() + second.dense()
+    torch.testing.assert_close(total.dense(), expected)
+    torch.testing.assert_close(total.squared_norms(MemoryBudget(0)), expected.flatten(1).square().sum(1))
+
+
+def test_disjoint_parts_of_a_weight_need_no_whole_gradient():
+    whole = torch.empty(6, 5)
+    parts = [
+        Placed(Outer(random(B, 2, len(view)), random(B, 2, 5)), Region.of(view, whole), Storage.of(whole))
+        for view in (whole[:2], whole[2:], whole[:2])
+    ]
+    total = sum_of(parts)
+    assert type(total).__name__ == "PartSum"
+    expected = sum(part.dense() for part in parts)
+    torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected.flatten(1).square().sum(1))
+    torch.testing.assert_close(total.dense(1, 3), expected[1:3])
+    torch.testing.assert_close(total.weighted_sum(torch.ones(B)), expected.sum(0))
+
+
+def test_overlapping_parts_are_written_out():
+    whole = torch.empty(6, 5)
+    regions = {Region.of(view, whole) for view in (whole[:3], whole[2:])}
+    assert not are_disjoint(frozenset(regions), Storage.of(whole))
+    assert are_disjoint(frozenset([Region.of(whole.t(), whole)]), Storage.of(whole))
+    assert not are_disjoint(frozenset([Region.of(whole[:1].expand(3, 5), whole)]), Storage.of(whole))
+
+
+# --- never under-estimated -------------------------------------------------------------------------------------------
+
+
+def released_norm(total, batch):
+    """What really leaves, one example at a time."""
+    return torch.stack([total.weighted_sum(torch.eye(batch)[i]).double().norm() for i in range(batch)])
+
+
+@pytest.mark.parametrize("way", ["tiles", "gram", "keep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cancelling_terms_cannot_hide(way, dtype, monkeypatch):
+    """Time steps that cancel in truth leave a rounding error as large as they were; the norm must cover it."""
+    monkeypatch.setattr(sums_module, "choose_way", lambda **_: way)
+    left, right = torch.randn(B, 64, 16), torch.randn(B, 64, 16)
+    left, right = torch.cat([left, -left], 1) * 1e3, torch.cat([right, right * (1 + 1e-7)], 1)
+    total = FactorSum([Outer(left.to(dtype), right.to(dtype))])
+    assert (total.squared_norms(MemoryBudget()).sqrt() * (1 + 1e-6) >= released_norm(total, B)).all()
+
+
+@given(scale=st.sampled_from([1e-30, 1e-15, 1.0, 1e15, 1e30]), length=st.sampled_from([1, 5, 1024, 3000]))
+def test_norms_neither_overflow_nor_vanish(scale, length):
+    rows = torch.randn(3, length) * scale
+    torch.testing.assert_close(squared_norms(rows), rows.double().square().sum(1), rtol=1e-6, atol=0)
+
+
+def test_norms_of_rows_that_are_not_finite_are_not_finite():
+    rows = torch.ones(4, 5)
+    rows[1, 2], rows[2, 0], rows[3, 4] = float("nan"), float("inf"), -float("inf")
+    assert squared_norms(rows).isfinite().tolist() == [True, False, False, False]
+
+
+# --- layouts and the cost rule ------------------------------------------------------------------------------------------
+
+
+def test_groupings_agree_with_their_owners():
+    rows = torch.arange(6.0)
+    for order in ("block", "strided"):
+        even = Layout((0,), order).grouping(6, 3)
+        table = Table((0,), even.owners()).grouping(6, 3)
+        assert torch.equal(even(rows).sort(1).values, table(rows).sort(1).values)
+
+
+def test_the_cost_rule():
+    choose = lambda **kw: choose_way(**{**dict(batch=8, numel=100, held=100, dense_flops=1000, gram_flops=10, element_size=4, budget=MemoryBudget()), **kw})  # noqa: E731, E501
+    assert choose() == "keep"
+    assert choose(budget=MemoryBudget(0)) == "gram"
+    assert choose(budget=MemoryBudget(0), gram_flops=None) == "tiles"
+    assert choose(held=1, gram_flops=999) == "tiles"
+    budget = MemoryBudget(8 * 100 * 4)
+    assert [choose(budget=budget) for _ in range(2)] == ["keep", "gram"]
+
+
+@pytest.mark.parametrize("left", [(4, 3, 2), (3, 2)])
+def test_outer_refuses_sides_that_do_not_match(left):
+    with pytest.raises(ValueError, match="agree in all axes"):
+        Outer(torch.randn(left), torch.randn(4, 2, 2))

@@ -1,0 +1,113 @@
+"""Black-box sensitivity: taking any one example away moves the clipped sum by at most S, whatever the example does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, examples, sensitivity
+from torch import nn
+
+import clipwise as cw
+
+LIMIT = {torch.float64: 1 + 1e-6, torch.float32: 1 + 1e-3, torch.bfloat16: 1 + 1e-3}
+
+
+def sequence_model():
+    """Weights of every kind, used over time; the loss is linear in the output, so that time steps may cancel."""
+    return Net(
+        lambda s, x: s.out(torch.cat([s.a(x) * s.scale, s.conv(x.transpose(1, 2)).transpose(1, 2)], 2) + s.shift).sum(1),
+        a=nn.Linear(4, 3),
+        conv=nn.Conv1d(4, 3, 1),
+        scale=nn.Parameter(torch.ones(3)),
+        shift=nn.Parameter(torch.zeros(6)),
+        out=nn.Linear(6, 2),
+    )
+
+
+def plain_sum(output):
+    return output.flatten(1).sum(1)
+
+
+def cancelling(x, time):
+    """The last example's time steps cancel: alternating signs of a huge vector."""
+    signs = torch.tensor([1.0, -1.0]).repeat(time // 2)
+    x[-1] = 1e6 * torch.randn(x.shape[-1]) * signs[:, None]
+    return x
+
+
+ATTACKS = {
+    "cancelling time steps": lambda x: cancelling(x, x.shape[1]),
+    "cancelling but for a little": lambda x: cancelling(x, x.shape[1]) + 1e-3 * torch.randn_like(x),
+    "one huge coordinate": lambda x: x.index_put((torch.tensor(0), torch.tensor(0), torch.tensor(0)), torch.tensor(1e18, dtype=x.dtype)),
+    "huge": lambda x: x * torch.tensor([1e12] + [1.0] * (len(x) - 1), dtype=x.dtype).view(-1, 1, 1),
+    "tiny": lambda x: x * 1e-30,
+    "denormal": lambda x: x * 1e-42,
+    "not a number": lambda x: x.index_fill(0, torch.tensor([1]), float("nan")),
+    "infinite": lambda x: x.index_fill(0, torch.tensor([1]), float("inf")),
+    "zero": lambda x: x * 0,
+    "all alike": lambda x: x[:1].expand_as(x).clone(),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+def test_no_example_moves_the_sum_by_more_than_the_bound(attack, dtype, method):
+    model = sequence_model().to(dtype)
+    x = ATTACKS[attack](examples(4, 8, 4, dtype=torch.float64)).to(dtype)
+    assert sensitivity(model, [x], 0.7, loss=plain_sum, method=method) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("attack", ["cancelling time steps", "one huge coordinate", "not a number"])
+@pytest.mark.parametrize("method", ["multiloss", "nxbp"])
+def test_the_slow_methods_too(attack, method):
+    x = ATTACKS[attack](examples(4, 8, 4)).float()
+    assert sensitivity(sequence_model(), [x], 0.7, loss=plain_sum, method=method) <= LIMIT[torch.float32]
+
+
+@pytest.mark.parametrize("attack", ["cancelling time steps", "huge", "all alike"])
+@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+def test_under_bf16_autocast(attack, method):
+    x = ATTACKS[attack](examples(4, 8, 4)).float()
+    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
+    loss = lambda output: plain_sum(output.float())  # noqa: E731
+    assert sensitivity(sequence_model(), [x], 0.7, loss=loss, method=method, context=autocast) <= LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("attack", ["cancelling time steps", "huge", "all alike"])
+def test_a_pure_bf16_model(attack):
+    x = ATTACKS[attack](examples(4, 8, 4)).bfloat16()
+    loss = lambda output: plain_sum(output.float())  # noqa: E731
+    assert sensitivity(sequence_model().bfloat16(), [x], 0.7, loss=loss) <= LIMIT[torch.bfloat16]
+
+
+CLIPPINGS = {
+    "flat": cw.flat(0.7),
+    "per layer": cw.per_layer(0.7),
+    "per group": cw.per_group({"out.*": 0.3, "*": 0.6}),
+    "automatic": cw.automatic(0.7),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPINGS)
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_every_clipping_keeps_its_own_bound(name, method):
+    x = examples(5, 8, 4)
+    worst = sensitivity(sequence_model().double(), [x], 0.7, loss=plain_sum, method=method, clipping=CLIPPINGS[name])
+    assert 0.5 < worst <= LIMIT[torch.float64]
+
+
+def test_aligned_gradients_of_a_layer_used_three_times():
+    """The adversary of a library that measures each use alone: equal gradients that add up to three times the norm."""
+    model = Net(lambda s, x: sum(F.linear(x, s.w) for _ in range(3)), w=nn.Parameter(torch.randn(2, 4)))
+    assert sensitivity(model.double(), [examples(4, 4)], 1.0, loss=plain_sum) <= LIMIT[torch.float64]
+
+
+def test_a_loss_of_the_wrong_shape_cannot_slip_through():
+    """(B, 1) minus (B,) is (B, B): the mean over the batch of a matrix, which no clipping bounds."""
+    model = nn.Linear(3, 1)
+    x, y = torch.randn(8, 3), torch.randn(8)
+    with cw.capture(model) as tape:
+        losses = ((model(x) - y) ** 2).mean(1)
+    with pytest.raises(cw.MixedExamples) as refused:
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+    assert "(B, B)" in str(refused.value)
