@@ -51,7 +51,8 @@ def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleG
 
 
 def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
-    known = tape.experience.layouts.setdefault(fingerprint(losses), {})
+    head = fingerprint(losses)
+    known = tape.experience.layouts.setdefault(head, {})
     is_new = not tape.created <= known.keys()
     gradients = ExampleGradients(tape.marks, len(losses), losses.device)
     waiting: list[Heard] = []
@@ -67,7 +68,7 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
 
     tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph)
     if is_new:
-        found = verified_gradients(tape, losses, waiting, known)
+        found = verified_gradients(tape, losses, waiting, head)
         if not heard_any:
             raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
         return found

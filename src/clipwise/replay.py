@@ -18,7 +18,8 @@ from .errors import MixedExamples
 from .functions import full_name
 from .head import HeadCall
 from .marks import CONSTANT, Marks, tensors_in
-from .rerun import TOLERANCE, Still
+from .rerun import TOLERANCE, undisturbed
+from .still import Still
 from .tape import Tape
 
 
@@ -34,7 +35,7 @@ def check_losses_alone(tape: Tape, losses: Tensor) -> None:
     source = torch.arange(batch)
     others = torch.ones(batch, dtype=torch.bool).index_fill_(0, kept, False)
     source[others] = kept[torch.randint(len(kept), (int(others.sum()),), generator=torch.Generator().manual_seed(random.getrandbits(32)))]
-    with tape.pause():
+    with tape.pause(), undisturbed(tape.modules):
         try:
             plain = _run(calls, losses, None, tape.marks)
             exchanged = _run(calls, losses, source, tape.marks)

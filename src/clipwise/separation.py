@@ -66,6 +66,7 @@ class Measurement:
         self.grad = grad
         self.batch = batch
         self.is_zero = not bool((grad.isfinite() & (grad != 0)).any())
+        self.stays_zero = self.is_zero
         self.candidates = [] if self.is_zero else list(self._candidates())
         self._readings: list[Tensor] = []
 
@@ -83,6 +84,8 @@ class Measurement:
 
     def compare(self, weighted: Tensor, weights: Tensor) -> None:
         """Drop the candidates that this pass contradicts."""
+        if self.stays_zero:
+            self.stays_zero = not bool((weighted.isfinite() & (weighted != 0)).any())
         self.candidates = [layout for layout in self.candidates if self._agrees(layout, weighted, weights)]
 
     def _agrees(self, layout: Layout, weighted: Tensor, weights: Tensor) -> bool:

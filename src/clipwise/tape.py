@@ -27,6 +27,7 @@ class Experience:
     """What was verified about a model: for each way the losses are computed, where the examples lie at each tap."""
 
     layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
+    zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
 
 
 _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
@@ -40,6 +41,19 @@ class RootCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output_nodes: list[Any] = field(default_factory=list)
+    autocast_dtypes: dict[str, torch.dtype] = field(default_factory=lambda: _autocast_dtypes())
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The precision under which the call was made."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast_dtypes.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            yield
+
+
+def _autocast_dtypes() -> dict[str, torch.dtype]:
+    return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
 
 
 class Tape:

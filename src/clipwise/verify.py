@@ -30,18 +30,27 @@ Placement = Layout | Table | None  # None: the gradient is zero throughout
 _SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
-def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], known: dict[int, Layout]) -> ExampleGradients:
-    """Place every tap's rows, check everything, and return the gradients. What holds for any batch is added to `known`."""
+def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head: int) -> ExampleGradients:
+    """Place every tap's rows, check everything, and return the gradients. What holds for any batch is remembered.
+
+    `head` names the way from the taps to the losses. A tap whose gradient is zero has nothing to place; but the sum of the
+    losses may be flat where each loss is not, so its zero is tried with other weights once.
+    """
+    known, zeros = tape.experience.layouts[head], tape.experience.zeros
     nodes = check_coverage(losses, tape.marks)
     with tape.pause():
         measurements = [Measurement(record, grad, len(losses)) for record, grad, _ in heard if record.key not in known]
     moving = [measurement for measurement in measurements if not measurement.is_zero]
+    new_zeros = [measurement for measurement in measurements if measurement.is_zero and (head, measurement.record.key) not in zeros]
     placements: dict[int, Placement] = {}
     parameters = tape.marks.trainable()
-    if moving:
+    if moving or new_zeros:
         codes = Codes.draw(len(losses), half=any(grad.dtype == torch.float16 for _, grad, _ in heard))
         for weights in codes.weights(losses.detach()):
-            own = _listen(tape, losses, weights, moving, "compare", list(parameters.values()))
+            own = _listen(tape, losses, weights, [*moving, *new_zeros], "compare", list(parameters.values()))
+        for measurement in new_zeros:
+            if not measurement.stays_zero:
+                raise measurement.refusal(tape.marks)
         placements = _settle(tape, losses, moving, codes)
     with tape.pause():
         gradients = ExampleGradients(tape.marks, len(losses), losses.device)
@@ -52,13 +61,14 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], known
             else:
                 gradients.add_zero(record)
         gradients.finish()
-        if not moving:
+        if not moving and not new_zeros:
             return gradients
         lowest = max({grad.dtype for _, grad, _ in heard} | tape.marks.derived_dtypes, key=lambda dtype: _SUM_TOLERANCE[dtype])
         conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
     check_rows_alone(tape, len(losses), nodes, placements.values())
     check_losses_alone(tape, losses)
     if conclusive:
+        zeros.update((head, measurement.record.key) for measurement in new_zeros)
         known.update({record.key: place for record, _, _ in heard if isinstance(place := placements.get(id(record)), Layout)})
     return gradients
 

@@ -1,0 +1,41 @@
+"""A mode that holds random functions still, so that two runs on different batches can be compared row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .functions import is_open, opened
+
+_FILLS = {"rand": 0.5, "uniform_": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "normal_": 0.0}
+_FILLS |= {"exponential_": 1.0, "bernoulli_": 1.0, "log_normal_": 1.0, "cauchy_": 0.0, "geometric_": 1.0, "random_": 0.0}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.feature_dropout}
+
+
+class Still(TorchFunctionMode):
+    """Random functions give the same for every row: dropout keeps everything, a draw is a constant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            return func(*args[:4], **{**dict(zip(("dropout_p", "is_causal"), args[4:])), **kwargs, "dropout_p": 0.0})
+        if func is F.multi_head_attention_forward:
+            kwargs = {**kwargs, "training": False}
+        if name == "bernoulli":
+            return (args[0] >= 0.5).to(args[0].dtype)
+        if name in _FILLS:
+            return func(*args, **kwargs).fill_(_FILLS[name])
+        if name in ("randint", "randint_like"):
+            return torch.zeros_like(func(*args, **kwargs))
+        if name == "randperm":
+            return torch.arange(args[0], device=kwargs.get("device"))
+        if is_open(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)

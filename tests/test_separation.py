@@ -1,0 +1,274 @@
+"""Where the examples lie is measured; what mixes them is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, assert_exact, examples
+from torch import nn
+
+import clipwise as cw
+from clipwise.separation import Codes
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from clipwise.verify import verified_gradients
+
+P = nn.Parameter
+
+
+# --- layouts that people use ---------------------------------------------------------------------------------------------
+
+
+def test_time_first():
+    model = Net(lambda s, x: s.out(torch.tanh(s.a(x.transpose(0, 1)) * s.g)).mean(0), a=nn.Linear(4, 3), g=P(torch.randn(3)), out=nn.Linear(3, 2))
+    assert_exact(model, examples(5, 7, 4), methods=ALL_METHODS)
+
+
+def test_as_many_time_steps_as_examples():
+    model = Net(lambda s, x: torch.tanh(s.a(x.transpose(0, 1)) + s.t).mean(0), a=nn.Linear(4, 3), t=P(torch.randn(5, 1, 3)))
+    assert_exact(model, examples(5, 5, 4), methods=ALL_METHODS)
+
+
+def test_windows_folded_into_the_batch():
+    model = Net(lambda s, x: torch.tanh(s.n(s.a(x.reshape(-1, 2, 4)))).reshape(len(x), -1), a=nn.Linear(4, 3), n=nn.LayerNorm(3))
+    assert_exact(model, examples(5, 6, 4), methods=ALL_METHODS)
+
+
+def test_augmented_views_one_after_the_other():
+    """Two views of the whole batch, stacked: rows of an example lie B apart."""
+    model = Net(lambda s, x: s.a(torch.cat([x, x.flip(2)])).tanh().unflatten(0, (2, -1)).mean(0).flatten(1), a=nn.Conv1d(2, 3, 2))
+    assert_exact(model, examples(5, 2, 6), methods=ALL_METHODS)
+
+
+def test_several_records_of_one_user():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    users = examples(4, 5, 4)  # five records each
+    by_user = lambda output: output.square().sum(1).view(-1, 5).mean(1)  # noqa: E731
+    flat = Net(lambda s, x: s.m(x.flatten(0, 1)), m=model)
+    assert_exact(flat, users, loss=by_user, methods=ALL_METHODS)
+
+
+def test_examples_along_two_axes():
+    model = Net(lambda s, x: torch.tanh(s.a(x)), a=nn.Linear(4, 3))
+    x = examples(6, 4)
+    reference = loop_gradients(model, (x,))
+    model = model.double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x.view(2, 3, 4)).flatten(0, 1))
+    expected, norms = clip_and_add(reference, 1.0)
+    torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+    torch.testing.assert_close(cw.clipped_gradients(tape, losses, cw.flat(1.0))["a.weight"], expected["a.weight"])
+
+
+def test_rows_in_no_regular_order():
+    """A permutation inside the model: no layout fits, so every batch is measured."""
+
+    def forward(s, x):
+        order = torch.arange(len(x)).flip(0).roll(1)
+        return torch.tanh(s.a(x[order]))[order.argsort()]
+
+    assert_exact(Net(forward, a=nn.Linear(4, 3)), examples(5, 4), methods=ALL_METHODS)
+
+
+def test_a_loop_over_examples():
+    assert_exact(Net(lambda s, x: torch.stack([torch.tanh(s.a(row)) for row in x]), a=nn.Linear(4, 3)), examples(5, 4))
+
+
+def test_chunks_of_the_batch():
+    model = Net(lambda s, x: torch.cat([torch.tanh(s.a(part)) for part in x.split(2)]), a=nn.Linear(4, 3))
+    assert_exact(model, examples(5, 4), methods=ALL_METHODS)
+
+
+def test_more_examples_than_one_pass_can_tell_apart():
+    assert_exact(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), examples(70, 3))
+
+
+def test_codes_are_unique():
+    for batch, half in [(2, False), (16, False), (17, False), (300, False), (5, True), (70, True)]:
+        codes = Codes.draw(batch, half)
+        assert len(set(zip(*codes.digits))) == batch
+        assert (codes.owner_of() >= 0).sum() == batch
+
+
+def test_batch_size_changes_between_steps_without_probing_again(monkeypatch):
+    probes = []
+    monkeypatch.setattr("clipwise.collect.verified_gradients", lambda *a: probes.append(1) or verified_gradients(*a))
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
+    for batch in (20, 9, 33, 2, 20):
+        x = examples(batch, 2, 5)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        expected, _ = clip_and_add(loop_gradients(model, (x,)), 0.5)
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+    assert len(probes) == 1
+
+
+# --- taps whose gradient is zero at first ----------------------------------------------------------------------------------
+
+
+def test_zero_initialised_gates_are_probed_again():
+    """LoRA with B = 0: the gradient of A is zero on the first step and must be right on the second."""
+    model = Net(lambda s, x: s.base(x) + s.up(s.down(x)), base=nn.Linear(4, 3), down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 3, bias=False))
+    nn.init.zeros_(model.up.weight)
+    model.double()
+    for step in range(3):
+        x = examples(5, 4)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        expected, _ = clip_and_add(loop_gradients(model, (x,)), 0.5)
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+        assert bool(found["down.weight"].any()) == (step > 0)
+        with torch.no_grad():
+            model.up.weight.add_(1.0)
+
+
+def test_mixing_behind_a_zero_gate_is_found_when_the_gate_opens():
+    def forward(s, x):
+        h = s.a(x)
+        return x[:, :3] + s.gate * (h - h.mean(0))
+
+    model = Net(forward, a=nn.Linear(4, 3), gate=P(torch.zeros(3)))
+    x = torch.randn(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+    # … and where the forward pass alone does not show it, because the gate closes it there too:
+    with torch.no_grad():
+        model.gate.fill_(0.5)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_only_one_example_has_a_gradient():
+    """Hinge losses: nothing can be concluded from one example, yet the step is exact and nothing is refused."""
+    model = nn.Linear(4, 4)
+    hinge = lambda output: F.relu(output.sum(1) - 5)  # noqa: E731
+    x = torch.cat([torch.full((4, 4), -9.0), torch.full((1, 4), 9.0)]).double()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    assert_exact(model, x, loss=hinge)
+
+
+# --- mixing ------------------------------------------------------------------------------------------------------------------
+
+
+def contrastive(output):
+    similarity = output @ output.t()
+    return F.cross_entropy(similarity, torch.arange(len(output)), reduction="none")
+
+
+MIXERS = {
+    "contrastive loss": (nn.Linear(4, 3), contrastive),
+    "subtracting the mean": (Net(lambda s, x: s.b(s.a(x) - s.a(x).mean(0)), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), squared_output),
+    "detached statistics": (Net(lambda s, x: s.b(s.a(x) - s.a(x).mean(0).detach()), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), squared_output),
+    "statistics of the inputs": (Net(lambda s, x: s.a((x - x.mean(0)) / x.std(0)), a=nn.Linear(4, 3)), squared_output),
+    "attention over the batch": (Net(lambda s, x: F.scaled_dot_product_attention(s.a(x), s.a(x), x), a=nn.Linear(4, 4)), squared_output),
+    "rank in the batch": (Net(lambda s, x: s.a(x) * (x[:, :1].argsort(0).argsort(0) + 1), a=nn.Linear(4, 3)), squared_output),
+    "division by a count": (Net(lambda s, x: s.a(x) / (x[:, :1] > 0).sum(), a=nn.Linear(4, 3)), squared_output),
+    "division by the batch size": (Net(lambda s, x: s.a(x) / len(x), a=nn.Linear(4, 3)), squared_output),
+    "neighbour's row": (Net(lambda s, x: s.a(x) + s.a(x).roll(1, 0), a=nn.Linear(4, 3)), squared_output),
+    "cumulative sum": (Net(lambda s, x: s.a(x).cumsum(0), a=nn.Linear(4, 3)), squared_output),
+    "losses normalised": (nn.Linear(4, 3), lambda output: squared_output(output) / squared_output(output).detach().mean()),
+    "losses subtracted": (nn.Linear(4, 3), lambda output: squared_output(output) - squared_output(output).mean()),
+    "focal weights over the batch": (nn.Linear(4, 3), lambda o: squared_output(o) * torch.softmax(squared_output(o).detach(), 0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_mixing_is_refused_by_every_method(name, method):
+    model, loss = MIXERS[name]
+    with cw.capture(model) as tape:
+        losses = loss(model(torch.randn(6, 4)))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_loss(tape, losses, cw.flat(1.0), method=method)
+
+
+def test_the_refusal_names_the_place():
+    model = Net(lambda s, x: s.head(s.encoder(x) - s.encoder(x).mean(0)), encoder=nn.Sequential(nn.Linear(4, 3)), head=nn.Linear(3, 2))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(6, 4)))
+    with pytest.raises(cw.MixedExamples, match=r"torch.nn.functional.linear uses encoder\.0\..* \(in encoder\.0, a Linear\)"):
+        cw.per_example_norms(tape, losses)
+
+
+def test_one_pair_of_mixed_examples_among_many():
+    """Powers of two that no two examples share: even a single pair is caught, always."""
+
+    def forward(s, x):
+        h = s.a(x)
+        mixed = h.clone()
+        mixed[7] = h[7] + 1e-3 * h[41]
+        return mixed
+
+    for _ in range(5):
+        model = Net(forward, a=nn.Linear(4, 3))
+        with cw.capture(model) as tape:
+            losses = squared_output(model(torch.randn(60, 4)))
+        with pytest.raises(cw.MixedExamples):
+            cw.per_example_norms(tape, losses)
+
+
+def test_dropout_is_not_mixing():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)).double()
+    x = examples(6, 4)
+    state = torch.get_rng_state()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    assert not torch.equal(torch.get_rng_state(), state)
+    after = torch.get_rng_state()
+    norms = cw.per_example_norms(tape, losses)
+    assert torch.equal(torch.get_rng_state(), after), "verifying must not draw random numbers"
+    each = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]).norm() for loss in losses])
+    torch.testing.assert_close(norms, each.to(norms))
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_shared_mask_is_not_mixing(length):
+    def forward(s, x, mask):
+        h = s.a(x)
+        return F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+
+    model = Net(forward, a=nn.Linear(3, 3)).double()
+    x, mask = examples(5, length, 3), torch.randn(length, length, dtype=torch.float64)
+    expected = Net(lambda s, x: s.m(x, mask), m=model)
+    _, norms = clip_and_add(loop_gradients(expected, (x,)), 1.0)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x, mask))
+    torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+
+
+def test_declared_constants():
+    """A table of prototypes that has as many rows as the batch, handed in from outside."""
+    model = Net(lambda s, x, prototypes: torch.cdist(s.a(x), s.b(prototypes)), a=nn.Linear(4, 3), b=nn.Linear(2, 3)).double()
+    x, prototypes = examples(5, 4), torch.randn(7, 2, dtype=torch.float64)
+    with cw.capture(model, fallback=True) as tape:
+        losses = squared_output(model(x, prototypes))
+    with pytest.raises(cw.MixedExamples, match=r"clipwise\.constant"):
+        cw.per_example_norms(tape, losses)
+    with cw.capture(model, fallback=True) as tape:
+        losses = squared_output(model(x, cw.constant(prototypes)))
+    _, norms = clip_and_add(loop_gradients(Net(lambda s, x: s.m(x, prototypes), m=model), (x,)), 1.0)
+    torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+
+
+def test_class_weights_as_many_as_examples():
+    weights = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+    target = torch.tensor([0, 2, 1])
+    model = nn.Linear(4, 3).double()
+    with cw.capture(model) as tape:
+        losses = F.cross_entropy(model(examples(3, 4)), target, weight=weights, reduction="none")
+    assert cw.per_example_norms(tape, losses).shape == (3,)
+
+
+def test_a_model_for_one_batch_size_only_is_refused():
+    model = Net(lambda s, x: s.a(x.view(6, 4)), a=nn.Linear(4, 3))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(6, 4)))
+    with pytest.raises(cw.MixedExamples, match="cannot be run on 3 of 6 examples"):
+        cw.per_example_norms(tape, losses)
