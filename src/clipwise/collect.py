@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .coverage import fingerprint
+from .coverage import check_coverage, fingerprint
 from .errors import LossIndependent, LossShape
 from .factors import Dense
 from .gradients import ExampleGradients
@@ -54,7 +54,8 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     head = fingerprint(losses)
     known = tape.experience.layouts.setdefault(head, {})
     is_new = not tape.created <= known.keys()
-    gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+    nodes = check_coverage(losses, tape.marks) if is_new else set()
+    gradients = ExampleGradients(tape, len(losses), losses.device)
     waiting: list[Heard] = []
     heard_any = False
 
@@ -68,7 +69,7 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
 
     tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph)
     if is_new:
-        found = verified_gradients(tape, losses, waiting, head)
+        found = verified_gradients(tape, losses, waiting, head, nodes)
         if not heard_any:
             raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
         return found
@@ -84,7 +85,7 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
 def _collect_few(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     """No example: zeros. One example: its gradient is the gradient, there is nothing to keep apart."""
     parameters = tape.marks.trainable()
-    gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+    gradients = ExampleGradients(tape, len(losses), losses.device)
     if len(losses) == 0:
         found: list[Tensor | None] = [torch.zeros_like(parameter) for parameter in parameters.values()]
     else:

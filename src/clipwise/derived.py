@@ -7,7 +7,8 @@ examples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -140,25 +141,25 @@ def _table_and_ids(derived: Derived) -> tuple[Tensor, Tensor, int] | None:
     return None
 
 
-def example_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
+def example_gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], watching: Callable[[], AbstractContextManager[None]]
+) -> list[Tensor]:
     """Jᵀ c_i for several cotangents c_i. cotangents: (n, *output) each; returns (n, *input) each, zeros where unconnected.
 
-    One batched call where every operation can be batched, else a loop.
+    One batched call where every operation can be batched, else a loop. `watching` turns the tape on: a checkpointed
+    region is computed again and must meet the same taps.
     """
     count = cotangents[0].shape[0]
     cast = [c.to(output.dtype) for c, output in zip(cotangents, outputs)]
+
+    def pull(pieces: list[Tensor], batched: bool) -> list[Any]:
+        with watching():
+            return list(torch.autograd.grad(outputs, inputs, pieces, retain_graph=True, allow_unused=True, is_grads_batched=batched))
+
     try:
-        found = _grad(outputs, inputs, cast, is_grads_batched=True)
+        found = pull(cast, batched=True)
     except RuntimeError:
-        each = [_grad(outputs, inputs, [c[i] for c in cast]) for i in range(count)]
+        each = [pull([c[i] for c in cast], batched=False) for i in range(count)]
         found = [None if column[0] is None else torch.stack(column) for column in zip(*each)]
     return [torch.zeros(count, *inp.shape, dtype=inp.dtype, device=inp.device) if g is None else g for g, inp in zip(found, inputs)]
 
-
-def weighted_gradient(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-    """Jᵀ c for one cotangent an output: pulling back is linear, so a weighted sum is pulled back at the price of one gradient."""
-    return _grad(outputs, inputs, [c.to(output.dtype) for c, output in zip(cotangents, outputs)])
-
-
-def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], **options: Any) -> list[Any]:
-    return list(torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True, **options))

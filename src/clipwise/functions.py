@@ -23,7 +23,7 @@ _NOTHING_TO_SEE = set(
 )
 _BLANK = set(
     """zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full
-    new_empty_strided""".split()
+    new_empty_strided arange linspace logspace zeros ones empty eye tril_indices triu_indices""".split()
 )
 _WITH_PAYLOAD = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor"}
 _BORROWS_ONLY_A_SHAPE = {"expand_as", "view_as", "reshape_as", "type_as", "to"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +14,15 @@ from .errors import WrongRule
 from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, sum_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
-from .marks import Marks
 from .numerics import squared_norms, to_accumulate, unit_roundoff
 from .planner import CHUNK, MemoryBudget
 from .registry import Call
 from .taps import Record
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+Watching = Callable[[], AbstractContextManager[None]]
 
 
 class ExampleGradients:
@@ -27,9 +33,10 @@ class ExampleGradients:
     time, and written out.
     """
 
-    def __init__(self, marks: Marks, batch: int, device: torch.device):
+    def __init__(self, tape: Tape, batch: int, device: torch.device):
         self.batch = batch
-        self._marks = marks
+        self._marks = tape.marks
+        self._watching = tape.watching
         self._device = device
         self._budget = MemoryBudget.on(device)
         self._direct: dict[int, list[Factor]] = {}
@@ -46,7 +53,7 @@ class ExampleGradients:
         grouping = placement.grouping(rows, self.batch)
         if record.output is not None:
             pieces = Diagonal(grad, placement.axes).merge(grouping)
-            found = _chunked_gradients([record.output], list(use.args[0]), [FactorSum([pieces])])
+            found = _chunked_gradients([record.output], list(use.args[0]), [FactorSum([pieces])], self._watching)
             factors: dict[Tensor, Factor] = {weight: Dense(g) for weight, g in zip(use.tracked, found)}
         else:
             call = Call(use, grad, placement.axes, example_data)
@@ -94,7 +101,7 @@ class ExampleGradients:
             roots = frozenset().union(*map(self._marks.roots, outputs))
             inputs = {key: self._marks.parameters[key] for key in roots if self._marks.parameters[key].requires_grad}
             extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
-            self._pulled = _PulledBack(outputs, sums, inputs, extra, self.batch)
+            self._pulled = _PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
         self._direct.clear()
         self._indirect.clear()
 
@@ -130,10 +137,11 @@ class ExampleGradients:
         return {name: sums[key] for key, name in names.items() if key in sums}
 
 
-def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[FactorSum | PartSum]) -> list[Tensor]:
+def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[FactorSum | PartSum], watching: Watching) -> list[Tensor]:
     """Pull every example back, a chunk at a time. Returns (B, *input) each."""
-    chunks = [example_gradients(outputs, inputs, [s.dense(a, b) for s in sums]) for a, b in _chunks(outputs, inputs, sums[0].batch)]
-    return [torch.cat(column) for column in zip(*chunks)]
+    chunks = _chunks(outputs, inputs, sums[0].batch)
+    found = [example_gradients(outputs, inputs, [s.dense(a, b) for s in sums], watching) for a, b in chunks]
+    return [torch.cat(column) for column in zip(*found)]
 
 
 def _chunks(outputs: list[Tensor], inputs: list[Tensor], batch: int) -> list[tuple[int, int]]:
@@ -144,7 +152,16 @@ def _chunks(outputs: list[Tensor], inputs: list[Tensor], batch: int) -> list[tup
 class _PulledBack:
     """Parameters behind weights that only autograd can pull back: written out, and kept if memory allows, else made again."""
 
-    def __init__(self, outputs: list[Tensor], sums: list[FactorSum | PartSum], inputs: dict[int, Tensor], extra: dict[int, FactorSum | PartSum], batch: int):
+    def __init__(
+        self,
+        outputs: list[Tensor],
+        sums: list[FactorSum | PartSum],
+        inputs: dict[int, Tensor],
+        extra: dict[int, FactorSum | PartSum],
+        batch: int,
+        watching: Watching,
+    ):
+        self._watching = watching
         self.outputs = outputs
         self.inputs = inputs
         self._sums = sums
@@ -177,11 +194,11 @@ class _PulledBack:
                 sums[key] = sums[key] + part if key in sums else part
         return sums
 
-    def _each_chunk(self):  # type: ignore[no-untyped-def]
+    def _each_chunk(self) -> Iterator[tuple[int, int, dict[int, Tensor]]]:
         """(start, stop, {parameter: (n, *shape)}) over chunks of examples."""
         inputs = list(self.inputs.values())
         for start, stop in _chunks(self.outputs, inputs, self._batch):
-            found = example_gradients(self.outputs, inputs, [total.dense(start, stop) for total in self._sums])
+            found = example_gradients(self.outputs, inputs, [total.dense(start, stop) for total in self._sums], self._watching)
             gradients = {}
             for key, gradient in zip(self.inputs, found):
                 gradient = to_accumulate(gradient)

@@ -58,6 +58,7 @@ class Marks:
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
         self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
+        self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
         several = len(modules) > 1
@@ -68,8 +69,10 @@ class Marks:
                     if parameter is not None:
                         self._add(f"{path}.{name}" if path else name, parameter, path, module)
                 for name, buffer in module._buffers.items():
+                    full_name = f"{path}.{name}" if path else name
+                    self._buffers.append((full_name, module, name, buffer))
                     if buffer is not None:
-                        self._add_state(f"{path}.{name}" if path else name, buffer)
+                        self._add_state(full_name, buffer)
 
     def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
         if id(parameter) not in self.parameters:
@@ -160,6 +163,11 @@ class Marks:
         for tensor in tensors_in(result):
             self._put(tensor, CONSTANT)
 
+    def mark_example(self, tensor: Tensor) -> None:
+        """Made from example data: only what has no axes, or a first axis of one, could be taken for something else."""
+        if tensor.dim() == 0 or tensor.shape[0] == 1:
+            self._put(tensor, EXAMPLE)
+
     def mark_derived(self, result: Any, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor]) -> None:
         """`result` was computed from `tracked` and constants."""
         derived = None
@@ -186,16 +194,20 @@ class Marks:
         if target.numel() == 0:
             return
         storage = target.untyped_storage().data_ptr()
-        name = self._state_storages.get(storage)
+        name = self._state_storages.get(storage) or self.names.get(id(target))
         if name is not None:
-            raise StateWrite(
-                f"{by} writes example data into {name}, which is released with the model.",
-                "Switch that statistic off (track_running_stats=False, eval()), or compute it without the training records.",
-            )
+            raise _state_write(by, name)
         for key, (ref, mark) in list(self._entries.items()):
             other = ref()
             if mark == CONSTANT and other is not None and other.numel() and other.untyped_storage().data_ptr() == storage:
                 self._entries[key] = (ref, EXAMPLE)
+
+    def check_buffers(self) -> None:
+        """Refuse if a buffer was replaced by a tensor made from example data."""
+        for full_name, module, name, before in self._buffers:
+            now = module._buffers.get(name)
+            if now is not None and now is not before and self.kind(now) == EXAMPLE:
+                raise _state_write(f"{type(module).__name__}.forward", full_name)
 
     def describe(self, tensors: Iterable[Tensor]) -> str:
         """Dotted names of the parameters behind `tensors`."""
@@ -208,6 +220,13 @@ class Marks:
             path, module = self.owners[key]
             return f" (in {path or 'the model itself'}, a {type(module).__name__})"
         return ""
+
+
+def _state_write(by: str, name: str) -> StateWrite:
+    return StateWrite(
+        f"{by} writes example data into {name}, which is released with the model.",
+        "Switch that statistic off (track_running_stats=False, eval()), or compute it without the training records.",
+    )
 
 
 def tensors_in(result: Any) -> Iterable[Tensor]:

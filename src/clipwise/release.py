@@ -48,7 +48,7 @@ def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str 
     clipped = _clipped(tape, losses, clipping, method)
     with tape.pause():
         parameters = tape.marks.trainable()
-        counted = torch.where(clipped.finite, losses.detach(), 0.0)
+        counted = torch.where(clipped.finite & losses.isfinite(), losses.detach(), 0.0)
         value = (clipped.weights.to(losses.dtype) * counted).sum()
         names = [name for name in clipped.sums if name in parameters]
         sums = [clipped.sums[name].to(parameters[name].dtype) for name in names]

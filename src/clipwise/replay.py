@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import MixedExamples
 from .functions import full_name
 from .head import HeadCall
-from .marks import CONSTANT, Marks, tensors_in
+from .marks import EXAMPLE, Marks, tensors_in
 from .rerun import TOLERANCE, undisturbed
 from .still import Still
 from .tape import Tape
@@ -80,7 +80,7 @@ def _run(calls: list[HeadCall], losses: Tensor, source: Tensor | None, marks: Ma
     def fill(value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in made:
-                is_shared = id(value) in shared or marks.kind(value) == CONSTANT
+                is_shared = id(value) in shared or marks.kind(value) != EXAMPLE
                 made[id(value)] = _exchanged(value, None if is_shared else source, len(losses))
             return made[id(value)]
         if isinstance(value, list | tuple):

@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .coverage import check_coverage
 from .errors import WrongRule
 from .gradients import ExampleGradients
 from .layout import Layout, Table
@@ -30,14 +30,14 @@ Placement = Layout | Table | None  # None: the gradient is zero throughout
 _SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
-def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head: int) -> ExampleGradients:
+def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head: int, nodes: set[Any]) -> ExampleGradients:
     """Place every tap's rows, check everything, and return the gradients. What holds for any batch is remembered.
 
-    `head` names the way from the taps to the losses. A tap whose gradient is zero has nothing to place; but the sum of the
+    `head` names the way from the taps to the losses, `nodes` are those behind the losses (both from coverage.py). A tap whose gradient is zero has nothing to place; but the sum of the
     losses may be flat where each loss is not, so its zero is tried with other weights once.
     """
     known, zeros = tape.experience.layouts[head], tape.experience.zeros
-    nodes = check_coverage(losses, tape.marks)
+    tape.marks.check_buffers()
     with tape.pause():
         measurements = [Measurement(record, grad, len(losses)) for record, grad, _ in heard if record.key not in known]
     moving = [measurement for measurement in measurements if not measurement.is_zero]
@@ -53,7 +53,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
                 raise measurement.refusal(tape.marks)
         placements = _settle(tape, losses, moving, codes)
     with tape.pause():
-        gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+        gradients = ExampleGradients(tape, len(losses), losses.device)
         for record, grad, kept in heard:
             placement = known.get(record.key) or placements.get(id(record))
             if placement is not None:

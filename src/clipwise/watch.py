@@ -84,22 +84,28 @@ class Watch(TorchFunctionMode):
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
-        target = kwargs.get("out") if not trait.writes else args[0]
+        target = _written(trait, args, kwargs)
         if target is not None:
             for tensor in tensors_in(target):
                 self.tape.marks.took_example_data(tensor, full_name(func))
         result = func(*args, **kwargs)
         if trait.blank:
             self.tape.marks.mark_constant(result)
-        elif not self.tape.depth and torch.is_grad_enabled():
-            self.tape.head_calls.append(HeadCall(func, args, kwargs, result))
+            return result
+        if isinstance(result, Tensor) and not result.requires_grad:
+            self.tape.marks.mark_example(result)
+        self.note_head(func, args, kwargs, result)
         return result
+
+    def note_head(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if not self.tape.depth and torch.is_grad_enabled():
+            self.tape.head_calls.append(HeadCall(func, args, kwargs, result))
 
     def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         result = func(*args, **kwargs)
         marks = self.tape.marks
         if trait.writes:
-            marks.changed_in_place(args[0], tracked)
+            marks.changed_in_place(_written(trait, args, kwargs), tracked)
         else:
             marks.mark_derived(result, func, args, kwargs, tracked)
         return result
@@ -121,7 +127,7 @@ class Watch(TorchFunctionMode):
             spread_out = SPREADS[func](use, self._tap_weight)
             if spread_out is not None:
                 return self._on_examples(func, trait, *spread_out)
-        if trait.writes and any(args[0] is weight for weight in tracked):
+        if trait.writes and use.tracks(_written(trait, args, kwargs)):
             raise UncoveredUse(
                 f"{tape_marks.describe(tracked)} was written into a tensor that {full_name(func)} now changes with example data"
                 f"{tape_marks.where(tracked)}.",
@@ -151,7 +157,9 @@ class Watch(TorchFunctionMode):
         """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
         use = Use(torch.Tensor.expand, (weight,), {}, [weight])
-        return self.insert_tap(expanded, use, spread_rule, upstream=[])
+        tapped = self.insert_tap(expanded, use, spread_rule, upstream=[])
+        self.note_head(torch.Tensor.expand, (weight, expanded.shape), {}, tapped)
+        return tapped
 
     def _tap_output(self, use: Use, rule: Rule) -> Any:
         upstream = upstream_of(use)
@@ -160,7 +168,9 @@ class Watch(TorchFunctionMode):
             raise self._refusal(use.func, use.tracked, f"used by {full_name(use.func)}, which returns several tensors,")
         if not output.requires_grad:
             return output
-        return self.insert_tap(output, use, rule, upstream)
+        tapped = self.insert_tap(output, use, rule, upstream)
+        self.note_head(use.func, use.args, use.kwargs, tapped)
+        return tapped
 
     def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
         """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
@@ -171,10 +181,7 @@ class Watch(TorchFunctionMode):
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created.add(key)
-        tapped = Tap.apply(output, tape.anchor, record, kept)
-        if not tape.depth:
-            tape.head_calls.append(HeadCall(torch.Tensor.view_as, (output, output), {}, tapped))
-        return tapped
+        return Tap.apply(output, tape.anchor, record, kept)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
         """The call with a Slot for each tensor that the rule reads, and these tensors."""
@@ -194,6 +201,13 @@ class Watch(TorchFunctionMode):
         args = tuple([put_away(value) for value in use.args])
         kwargs = {name: put_away(value) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
         return Use(use.func, args, kwargs, use.tracked), tuple(kept)
+
+
+def _written(trait: Trait, args: Any, kwargs: Any) -> Any:
+    """What the call changes: its first argument, `out`, or nothing."""
+    if not trait.writes:
+        return kwargs.get("out")
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def upstream_of(use: Use) -> list[Any]:

@@ -22,7 +22,7 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     collected = collect(tape, losses, keep_graph=True)  # verifies what is new, and is there if a gradient is not finite
     parameters = tape.marks.trainable()
     found = _each_gradient(tape, losses, list(parameters.values()))
-    gradients = ExampleGradients(tape.marks, len(losses), losses.device)
+    gradients = ExampleGradients(tape, len(losses), losses.device)
     with tape.pause():
         for parameter, grad in zip(parameters.values(), found):
             if grad is not None:

@@ -34,7 +34,9 @@ def differentiate_each_example(watch: Watch, use: Use) -> Any:
             f"{watch.tape.marks.describe(use.tracked)} is used by {full_name(use.func)}, which returns several tensors.",
             "fallback=True covers functions that return one tensor: register a rewrite, or freeze the parameter.",
         )
-    return watch.insert_tap(output, Use(use.func, (aliases,), {}, [*use.tracked, *aliases]), fallback_rule, upstream, local=output)
+    tapped = watch.insert_tap(output, Use(use.func, (aliases,), {}, [*use.tracked, *aliases]), fallback_rule, upstream, local=output)
+    watch.note_head(use.func, use.args, use.kwargs, tapped)
+    return tapped
 
 
 def _factors(call: Call) -> Factors:

@@ -1,0 +1,243 @@
+"""Each refusal says what, where and the repair; none depends on a record's value."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, examples
+from torch import nn
+
+import clipwise as cw
+from clipwise.testing import squared_output
+
+P = nn.Parameter
+
+
+def losses_of(model, x, loss=squared_output):
+    with cw.capture(model) as tape:
+        losses = loss(model(x))
+    return tape, losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "repair"),
+    [
+        (lambda out: out.square().mean(), 'reduction="none"'),
+        (lambda out: out.square().mean(1, keepdim=True), r"losses\.squeeze\(1\)"),
+        (lambda out: out.square(), r"flatten\(1\)\.mean\(1\)"),
+        (lambda out: out.square().mean(1).long(), "one entry an example"),
+        (lambda out: 3.0, "one entry an example"),
+    ],
+)
+@pytest.mark.parametrize("verb", [lambda t, x: cw.clipped_loss(t, x, cw.flat(1.0)), cw.per_example_norms])
+def test_losses_that_are_no_vector(loss, repair, verb):
+    tape, losses = losses_of(nn.Linear(4, 3), torch.randn(5, 4), loss)
+    with pytest.raises(cw.LossShape, match=repair):
+        verb(tape, losses)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: out.detach().square().sum(1),
+        lambda out: torch.ones(5, requires_grad=True) * 2,
+        lambda out: torch.ones(5),
+    ],
+)
+def test_a_loss_that_does_not_depend_on_the_model(loss):
+    tape, losses = losses_of(nn.Linear(4, 3), torch.randn(5, 4), loss)
+    with pytest.raises(cw.LossIndependent):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_a_loss_of_another_model():
+    with cw.capture(nn.Linear(4, 3)) as tape:
+        pass
+    other = nn.Linear(4, 3)
+    losses = squared_output(other(torch.randn(5, 4)))
+    with pytest.raises(cw.LossIndependent):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_a_loss_under_no_grad():
+    model = nn.Linear(4, 3)
+    with cw.capture(model) as tape, torch.no_grad():
+        losses = squared_output(model(torch.randn(5, 4)))
+    with pytest.raises(cw.LossIndependent, match=r"no_grad"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_an_uncovered_use_is_named():
+    class GatedLinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = P(torch.randn(3, 4))
+
+        def forward(self, x):
+            return torch.cdist(x, self.gate)
+
+    model = Net(lambda s, x: s.encoder(x), encoder=nn.Sequential(GatedLinear()))
+    with pytest.raises(cw.UncoveredUse) as refused, cw.capture(model):
+        model(torch.randn(5, 4))
+    message = str(refused.value)
+    assert message.startswith("encoder.0.gate is used by torch.cdist, which has no rule (in encoder.0, a GatedLinear).")
+    assert "@clipwise.rule(torch.cdist)" in message and "freeze" in message and "fallback=True" in message
+    assert type(refused.value).__module__ == "clipwise"
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(4, 3), nn.GRU(4, 3), nn.RNN(4, 3)])
+def test_recurrent_layers_are_refused_by_name(layer):
+    with pytest.raises(cw.UncoveredUse, match="which has no rule"), cw.capture(layer):
+        layer(torch.randn(2, 5, 4))
+
+
+def test_a_parameter_of_nobody():
+    stranger = P(torch.randn(3))
+    model = nn.Linear(4, 3)
+    with pytest.raises(cw.UncoveredUse, match=r"capture\(\[model, criterion\]\)"), cw.capture(model):
+        model(torch.randn(5, 4)) * stranger
+    with cw.capture(model), torch.no_grad():
+        model(torch.randn(5, 4)) * stranger
+
+
+def test_example_data_written_into_a_weight_derived_tensor():
+    def forward(s, x):
+        out = torch.zeros(len(x), 3, dtype=x.dtype)
+        out[:, 0] = s.w
+        out[:, 1:] = x
+        return out
+
+    with pytest.raises(cw.UncoveredUse, match=r"torch\.cat"), cw.capture(model := Net(forward, w=P(torch.randn(1)))):
+        model(torch.randn(5, 2))
+
+
+# --- state ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self, update):
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros(()))
+        self._update = update
+
+    def forward(self, x):
+        h = self.a(x)
+        with torch.no_grad():
+            self._update(self, h)
+        return h
+
+
+WRITES = {
+    "in place": lambda s, h: s.seen.add_(h.mean(0)),
+    "copy_": lambda s, h: s.seen.copy_(h.mean(0)),
+    "through a view": lambda s, h: s.seen[:1].mul_(h.sum()),
+    "through data": lambda s, h: s.seen.data.lerp_(h.mean(0), 0.1),
+    "by index": lambda s, h: s.seen.__setitem__(0, h.sum()),
+    "by out=": lambda s, h: torch.mean(h, 0, out=s.seen),
+    "into a weight": lambda s, h: s.a.bias.add_(h.mean(0)),
+    "assigned": lambda s, h: setattr(s, "seen", 0.9 * s.seen + 0.1 * h.mean(0)),
+    "assigned a scalar": lambda s, h: setattr(s, "steps", s.steps + h.mean()),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_example_data_written_into_state_is_refused(name):
+    model = Counting(WRITES[name])
+    with pytest.raises(cw.StateWrite) as refused:
+        tape, losses = losses_of(model, torch.randn(5, 4))
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+    assert any(state in str(refused.value) for state in ("seen", "steps", "a.bias"))
+
+
+HARMLESS = {
+    "a counter": lambda s, h: s.steps.add_(1),
+    "a counter, assigned": lambda s, h: setattr(s, "steps", s.steps + 1),
+    "a function of the weights": lambda s, h: s.seen.copy_(s.a.weight.norm(dim=1)),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_state_without_example_data_is_fine(name):
+    tape, losses = losses_of(Counting(HARMLESS[name]), torch.randn(5, 4))
+    assert cw.per_example_norms(tape, losses).shape == (5,)
+
+
+def test_verifying_leaves_the_state_as_it_was():
+    model = Counting(HARMLESS["a counter"])
+    for step in range(1, 4):
+        tape, losses = losses_of(model, torch.randn(5, 4))
+        cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+        assert float(model.steps) == step
+
+
+# --- wrong rules -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry():
+    from clipwise.registry import REWRITES, RULES, SPREADS
+
+    saved = [dict(table) for table in (RULES, REWRITES, SPREADS)]
+    yield
+    for table, old in zip((RULES, REWRITES, SPREADS), saved):
+        table.clear()
+        table.update(old)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_wrong_rule_is_caught_on_first_use(registry, method):
+    @cw.rule(torch.cdist)
+    def wrong(call):
+        return {call.args[1]: cw.Outer(call.output_grad, call.args[0])}
+
+    model = Net(lambda s, x: torch.cdist(x, s.w), w=P(torch.randn(3, 4)))
+    tape, losses = losses_of(model, torch.randn(5, 4))
+    with pytest.raises(cw.WrongRule, match="the factors of w do not add up to autograd's own gradient"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0), method=method)
+
+
+def test_a_rule_that_owes_a_factor_is_caught(registry):
+    @cw.rule(torch.cdist)
+    def incomplete(call):
+        return {}
+
+    model = Net(lambda s, x: torch.cdist(x, s.w), w=P(torch.randn(3, 4)))
+    tape, losses = losses_of(model, torch.randn(5, 4))
+    with pytest.raises(cw.WrongRule, match=r"torch\.cdist owes w a factor of shape \(3, 4\) with 5 rows, and returned none"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_words_are_refused():
+    tape, losses = losses_of(nn.Linear(4, 3), torch.randn(5, 4))
+    with pytest.raises(ValueError, match="'bookkeep'"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0), method="nonprivate")
+    with pytest.raises(TypeError, match=r"flat\(C\)"):
+        cw.clipped_loss(tape, losses, 1.0)
+    with pytest.raises(ValueError, match="parameter"):
+        cw.per_example_norms(tape, losses, by="layer")
+    with pytest.raises(TypeError, match="module"), cw.capture(torch.randn(3)):
+        pass
+    cw.clipped_loss(tape, losses, cw.flat(1.0))  # nothing was lost
+
+
+def test_refusals_do_not_depend_on_values():
+    """The same model and shapes, values that are zero, huge or not finite: never an exception."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    for value in (0.0, 1e30, -1e30, float("nan"), float("inf"), 1e-45):
+        for rows in (slice(0, 1), slice(0, 3), slice(0, 5)):
+            x = torch.randn(5, 4)
+            x[rows] = value
+            fresh = nn.Sequential(*model)
+            for method in ALL_METHODS:
+                tape, losses = losses_of(fresh, x, lambda out: F.cross_entropy(out, torch.zeros(5, dtype=torch.long), reduction="none"))
+                loss = cw.clipped_loss(tape, losses, cw.flat(1.0), method=method)
+                assert loss.isfinite()
+
+
+def test_examples_helper_spreads_norms():
+    x = examples(6, 4)
+    assert x[-1].norm() > x[0].norm()

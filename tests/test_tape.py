@@ -1,0 +1,416 @@
+"""The tape in ordinary code: what it survives, what it leaves behind (nothing), what it refuses by name."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import clipwise as cw
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+
+P = nn.Parameter
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def assert_right(found, model, x, bound=0.5):
+    for name, value in clip_and_add(loop_gradients(model, (x,)), bound)[0].items():
+        torch.testing.assert_close(found[name], value)
+
+
+# --- the two lines -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["auto", *ALL_METHODS])
+def test_backward_adds_the_clipped_sum_to_grad(method):
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    loss = cw.clipped_loss(tape, losses, cw.flat(0.5), method=method)
+    assert loss.dim() == 0 and loss.requires_grad
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_right(grads, model, x)
+    before = {name: grad.clone() for name, grad in grads.items()}
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    (2.0 * cw.clipped_loss(tape, losses, cw.flat(0.5), method=method)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 3 * before[name])
+
+
+def test_the_value_is_the_reweighted_loss():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    norms = cw.per_example_norms(tape, losses)
+    value = cw.clipped_loss(tape, losses, cw.flat(0.5))
+    torch.testing.assert_close(value.detach(), ((0.5 / norms).clamp(max=1) * losses.detach()).sum())
+
+
+def test_norms_by_parameter():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    by_parameter = cw.per_example_norms(tape, losses, by="parameter")
+    assert list(by_parameter) == [name for name, _ in model.named_parameters()]
+    for name, grad in loop_gradients(model, (x,)).items():
+        torch.testing.assert_close(by_parameter[name], grad.flatten(1).norm(dim=1))
+    total = torch.stack(list(by_parameter.values())).square().sum(0).sqrt()
+    torch.testing.assert_close(cw.per_example_norms(tape, losses), total)
+
+
+def test_losses_may_be_computed_and_used_inside_the_block():
+    model, x = small(), examples(5, 4)
+    found = []
+    with cw.capture(model) as tape:
+        for _ in range(2):
+            losses = squared_output(model(x))
+            found.append(cw.clipped_gradients(tape, losses, cw.flat(0.5)))
+    for gradients in found:
+        assert_right(gradients, model, x)
+
+
+# --- what models do ---------------------------------------------------------------------------------------------------------------
+
+
+def _in_place(s, x):
+    h = s.a(x)
+    h += 1
+    h = F.relu(h, inplace=True)
+    g = s.b(h)
+    g.tanh_()
+    return g
+
+
+MODELS = {
+    "in-place operations": (_in_place, (4,)),
+    "views after a tap": (lambda s, x: s.b(s.a(x).view(-1, 2, 2).transpose(1, 2).reshape(-1, 4)), (4,)),
+    "tuple output": (lambda s, x: (s.a(x), s.b(s.a(x)))[1], (4,)),
+    "residual in place": (lambda s, x: s.a(x).add_(x) + s.b(x), (4,)),
+    "chunked output": (lambda s, x: torch.cat([p.tanh() * (i + 1) for i, p in enumerate(s.a(x).chunk(2, 1))], 1) + s.b(x), (4,)),
+    "detached branch": (lambda s, x: s.b(s.a(x).detach()), (4,)),
+    "no_grad inside": (lambda s, x: s.b(x) * _without_grad(s, x), (4,)),
+    "unused layer": (lambda s, x: s.b(x), (4,)),
+    "constant from the weight": (lambda s, x: s.b(x) * s.a.weight.detach().norm() + s.a(x), (4,)),
+    "scalar from the weight": (lambda s, x: s.b(x) * float(s.a.weight.norm().item()), (4,)),
+    "normalised by the weight": (lambda s, x: s.b(x) / s.b.weight.norm(), (4,)),
+    "numbers made inside": (lambda s, x: s.a(x) + torch.linspace(0, 1, 4).to(x), (4,)),
+    "gather": (lambda s, x: s.a(x).gather(1, x.argsort(1)), (4,)),
+    "double use of an input": (lambda s, x: s.a(x) * s.a(x) + s.b(x), (4,)),
+    "complex arithmetic between": (lambda s, x: torch.fft.rfft(s.a(x)).abs() @ s.b.weight[:3], (4,)),
+    "dtype and shape questions": (lambda s, x: s.a(x).to(x.dtype).view(x.shape[0], -1)[:, : x.size(1)] + s.b(x), (4,)),
+}
+
+
+def _without_grad(s, x):
+    with torch.no_grad():
+        return s.a(x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    forward, shape = MODELS[name]
+    assert_exact(Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), examples(5, *shape), methods=ALL_METHODS)
+
+
+def test_keyword_inputs_and_dict_outputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, *, features, scale=1.0):
+            return {"logits": self.a(features) * scale, "extra": [features]}
+
+    model, x = Model().double(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(features=x, scale=2.0)["logits"])
+    expected = Net(lambda s, x: s.m(features=x, scale=2.0)["logits"], m=model)
+    found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    for name, value in clip_and_add(loop_gradients(expected, (x,)), 0.5)[0].items():
+        torch.testing.assert_close(found[name.removeprefix("m.")], value)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_non_reentrant_checkpointing(method):
+    def forward(s, x):
+        h = checkpoint(lambda h: torch.tanh(F.linear(s.drop(s.a(h)), s.w)), x, use_reentrant=False)
+        return s.b(checkpoint(s.c, h, use_reentrant=False))
+
+    model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.LayerNorm(4), w=P(torch.randn(4, 4)), drop=nn.Dropout(0.0))
+    assert_exact(model, examples(5, 2, 4), methods=[method])
+
+
+def test_checkpointed_derived_weights():
+    model = Net(lambda s, x: checkpoint(lambda h: F.linear(h, F.normalize(s.w, dim=1)).tanh(), s.a(x), use_reentrant=False), a=nn.Linear(4, 4), w=P(torch.randn(3, 4)))
+    assert_exact(model, examples(5, 4))
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = Net(lambda s, x: s.b(checkpoint(lambda h: torch.tanh(s.a(h)), s.c(x), use_reentrant=True)), a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(4, 4))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(5, 4)))
+    with pytest.raises(cw.UncoveredUse, match="use_reentrant=False"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_sub_modules_called_directly():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model[2](model[1](model[0](x))))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+def test_functions_on_parameters_without_any_module_call():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(F.linear(torch.tanh(F.linear(x, model[0].weight, model[0].bias)), model[2].weight, model[2].bias))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+def test_mixing_outside_any_module_is_refused():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        h = F.linear(x - x.mean(0), model[0].weight)
+        losses = squared_output(h)
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_model_and_criterion_with_parameters():
+    model, x = small(), examples(5, 4)
+    criterion = Net(lambda s, output: squared_output(output / s.temperature.exp()), temperature=P(torch.tensor(0.3, dtype=torch.float64)))
+    together = Net(lambda s, x: s.c(s.m(x)), m=model, c=criterion)
+    expected, _ = clip_and_add(loop_gradients(together, (x,), loss=lambda losses: losses), 0.5)
+    with cw.capture([model, criterion]) as tape:
+        losses = criterion(model(x))
+    found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    torch.testing.assert_close(found["1.temperature"], expected["c.temperature"])
+    torch.testing.assert_close(found["0.0.weight"], expected["m.0.weight"])
+
+
+def test_parameters_frozen_and_unfrozen_between_steps():
+    model, x = small(), examples(5, 4)
+    for frozen in ([], [0], [0, 2], [2], []):
+        for place in (0, 2):
+            model[place].requires_grad_(place not in frozen)
+        if frozen == [0, 2]:
+            continue
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+        assert set(found) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert_right(found, model, x)
+
+
+def test_an_input_that_requires_grad():
+    model, x = small(), examples(5, 4).requires_grad_()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x * 1.0))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x.detach())
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)).double()
+    x = examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+# --- nothing leaks, nothing stays --------------------------------------------------------------------------------------------------
+
+
+def test_stray_forwards_do_not_leak_into_the_step():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        squared_output(model(examples(3, 4)))  # never used
+        with torch.no_grad():
+            model(examples(9, 4))  # an evaluation
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 7, dtype=torch.float64))  # a failed try
+        losses = squared_output(model(x))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+def test_no_trace_is_left():
+    model, x = small(), examples(5, 4)
+    keys, attributes = list(model.state_dict()), {name: set(vars(module)) for name, module in model.named_modules()}
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+    assert list(model.state_dict()) == keys
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    for parameter in model.parameters():
+        assert not vars(parameter)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_no_trace_is_left_after_an_exception():
+    model = small()
+    with pytest.raises(ZeroDivisionError), cw.capture(model):
+        model(examples(5, 4))
+        raise ZeroDivisionError
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_pickling_and_copying_afterwards():
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    cw.clipped_loss(tape, losses, cw.flat(0.5)).backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        _, found = clipped(twin, [x], 0.5)
+        assert_right(found, model, x)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+
+
+def test_everything_is_freed():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    cw.clipped_loss(tape, losses, cw.flat(0.5)).backward()
+    alive = weakref.ref(tape)
+    del tape, losses
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_forward_result_is_unchanged():
+    model, x = small(), examples(5, 4)
+    plain = model(x)
+    with cw.capture(model):
+        watched = model(x)
+    assert torch.equal(plain, watched)
+
+
+# --- several losses ------------------------------------------------------------------------------------------------------------------
+
+
+def test_several_forwards_before_one_backward():
+    model, x, z = small(), examples(5, 4), examples(3, 4)
+    with cw.capture(model) as tape:
+        first, second = squared_output(model(x)), squared_output(model(z))
+    total = cw.clipped_loss(tape, first, cw.flat(0.5)) + cw.clipped_loss(tape, second, cw.flat(0.5))
+    total.backward()
+    a, b = (clip_and_add(loop_gradients(model, (batch,)), 0.5)[0] for batch in (x, z))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, a[name] + b[name])
+
+
+def test_losses_of_two_forwards_joined():
+    """The first half of the losses comes from one call, the second from another."""
+    model, x = small(), examples(6, 4)
+    with cw.capture(model) as tape:
+        losses = torch.cat([squared_output(model(x[:2])), squared_output(model(x[2:]))])
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+def test_consumed_losses_are_refused():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    cw.per_example_norms(tape, losses)
+    cw.clipped_loss(tape, losses, cw.flat(1.0))
+    for again in (lambda: cw.clipped_loss(tape, losses, cw.flat(1.0)), lambda: cw.per_example_norms(tape, losses)):
+        with pytest.raises(cw.ConsumedTape, match="Run the model again"):
+            again()
+
+
+def test_a_graph_that_was_freed_elsewhere_is_refused():
+    model, x = small(), examples(5, 4)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    losses.sum().backward()
+    with pytest.raises(cw.ConsumedTape):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+# --- compiled and scripted ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["whole model", "one layer", "a function"])
+def test_compiled_regions_run_eagerly_and_exactly(what):
+    model, x = small(), examples(5, 4)
+    run = model
+    if what == "whole model":
+        run = torch.compile(model, backend="eager")
+    elif what == "one layer":
+        run = nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+    else:
+        activation = torch.compile(torch.tanh, backend="eager")
+        run = lambda x: model[2](activation(model[0](x)))  # noqa: E731
+    with cw.capture(model) as tape:
+        losses = squared_output(run(x))
+    assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
+
+
+def test_a_scripted_region_is_refused_by_name():
+    model = Net(lambda s, x: s.b(s.a(x)), a=torch.jit.script(nn.Linear(4, 4)), b=nn.Linear(4, 3))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(5, 4)))
+    with pytest.raises(cw.UnseenUse, match=r"a\.(weight|bias) is used where the tape cannot see it"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_a_foreign_autograd_function_is_refused_by_name(scale):
+    """Also where its gradient happens to be zero: the graph decides, not the numbers."""
+    model = Net(lambda s, x: s.b(x) + scale * Double.apply(x, s.w), b=nn.Linear(4, 3), w=P(torch.randn(4, 3)))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(5, 4)))
+    with pytest.raises(cw.UnseenUse, match="w is used where the tape cannot see it, by the autograd node DoubleBackward"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+def test_a_foreign_autograd_function_without_weights_is_fine():
+    model = Net(lambda s, x: Double.apply(s.a(x), x.t() @ x * 0 + torch.eye(4, dtype=x.dtype)), a=nn.Linear(4, 4))
+    model = Net(lambda s, x: Exp.apply(s.a(x)), a=nn.Linear(4, 4))
+    assert_exact(model, examples(5, 4), methods=["bookkeep", "reweight", "nxbp"])
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def test_a_use_outside_the_block_is_refused():
+    model, x = small(), examples(5, 4)
+    h = model[0](x)
+    with cw.capture(model) as tape:
+        losses = squared_output(model[2](torch.tanh(h)))
+    with pytest.raises(cw.UnseenUse, match=r"0\.(weight|bias)"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
