@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from report import machine, write_results
 from torch import nn
 
 import clipwise as cw
+from report import machine, write_results
 
 CALLS = 200
 REPEATS = 60

@@ -7,8 +7,21 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("clipwise", deadline=None, max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile("thorough", parent=settings.get_profile("clipwise"), max_examples=200, derandomize=False)
 settings.load_profile("clipwise")
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def registry():
+    """Rules and rewrites registered by a test are gone after it."""
+    from clipwise.registry import REWRITES, RULES, SPREADS
+
+    saved = [dict(table) for table in (RULES, REWRITES, SPREADS)]
+    yield
+    for table, old in zip((RULES, REWRITES, SPREADS), saved):
+        table.clear()
+        table.update(old)
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 P = nn.Parameter
 

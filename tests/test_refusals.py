@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, examples
 from torch import nn
 
 import clipwise as cw
 from clipwise.testing import squared_output
+from helpers import ALL_METHODS, Net, examples
 
 P = nn.Parameter
 
@@ -110,7 +110,7 @@ def test_example_data_written_into_a_weight_derived_tensor():
         model(torch.randn(5, 2))
 
 
-# --- state ------------------------------------------------------------------------------------------------------------------------------
+# --- state
 
 
 class Counting(nn.Module):
@@ -171,18 +171,7 @@ def test_verifying_leaves_the_state_as_it_was():
         assert float(model.steps) == step
 
 
-# --- wrong rules -----------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def registry():
-    from clipwise.registry import REWRITES, RULES, SPREADS
-
-    saved = [dict(table) for table in (RULES, REWRITES, SPREADS)]
-    yield
-    for table, old in zip((RULES, REWRITES, SPREADS), saved):
-        table.clear()
-        table.update(old)
+# --- wrong rules
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -208,7 +197,7 @@ def test_a_rule_that_owes_a_factor_is_caught(registry):
         cw.clipped_loss(tape, losses, cw.flat(1.0))
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------------------------------
+# --- arguments
 
 
 def test_unknown_words_are_refused():

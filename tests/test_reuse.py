@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from torch import nn
+
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 4), (3, 4)),
@@ -39,7 +40,10 @@ def test_kernel_used_with_different_strides():
 
 
 def test_kernel_used_as_convolution_and_as_matrix():
-    model = Net(lambda s, x: F.conv1d(x, s.w).tanh().flatten(1) + F.linear(x[:, :, 0], s.w[:, :, 0]).repeat(1, 6), w=nn.Parameter(torch.randn(3, 2, 1)))
+    model = Net(
+        lambda s, x: F.conv1d(x, s.w).tanh().flatten(1) + F.linear(x[:, :, 0], s.w[:, :, 0]).repeat(1, 6),
+        w=nn.Parameter(torch.randn(3, 2, 1)),
+    )
     assert_exact(model, examples(5, 2, 6), methods=ALL_METHODS)
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from clipwise.factors import convolution as factor
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 CLASSES = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -23,7 +23,7 @@ def way(request, monkeypatch):
 @st.composite
 def geometries(draw, transposed=False):
     n = draw(st.integers(1, 3))
-    each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(n))  # noqa: E731
+    each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(n))
     groups = draw(st.sampled_from([1, 2]))
     inputs, outputs = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     options = dict(kernel_size=each(1, 3), stride=each(1, 2), dilation=each(1, 2), groups=groups, bias=draw(st.booleans()))
@@ -35,7 +35,9 @@ def geometries(draw, transposed=False):
     options["padding"] = draw(st.sampled_from(["valid", "same", each(0, 2)]))
     if options["padding"] == "same":
         options["stride"] = 1
-    options["padding_mode"] = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"])) if options["padding"] != "valid" else "zeros"
+    options["padding_mode"] = (
+        draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"])) if options["padding"] != "valid" else "zeros"
+    )
     return CLASSES[n], inputs, outputs, options, n
 
 

@@ -3,15 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from helpers import ALL_METHODS, Net, assert_exact, examples
+
 P = nn.Parameter
 
 
-@given(axes=st.lists(st.sampled_from([1, None]), min_size=0, max_size=3), operation=st.sampled_from(["add", "mul", "sub", "div", "maximum", "atan2"]))
+@given(
+    axes=st.lists(st.sampled_from([1, None]), min_size=0, max_size=3),
+    operation=st.sampled_from(["add", "mul", "sub", "div", "maximum", "atan2"]),
+)
 def test_every_broadcast(axes, operation):
     """A parameter that has some of the axes of a (B, 2, 3, 4) tensor, or length one there."""
     full = (2, 3, 4)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import clipwise as cw
+from helpers import ALL_METHODS, Net, assert_exact
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=2), rows=st.integers(1, 6), padding=st.sampled_from([None, 0, -1]), sparse=st.booleans())
@@ -64,7 +64,9 @@ def test_options_without_a_gradient_of_one_example_are_refused(option):
 
 
 def test_position_ids_given_as_input():
-    model = Net(lambda s, positions, ids: torch.tanh(s.position(positions) + s.token(ids)), token=nn.Embedding(7, 3), position=nn.Embedding(9, 3))
+    model = Net(
+        lambda s, positions, ids: torch.tanh(s.position(positions) + s.token(ids)), token=nn.Embedding(7, 3), position=nn.Embedding(9, 3)
+    )
     ids, positions = torch.randint(0, 7, (4, 5)), torch.arange(5)[None]
     expected = Net(lambda s, ids: s.inner(positions, ids), inner=model)
     reference = cw.testing.loop_gradients(expected, (ids,))

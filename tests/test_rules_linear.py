@@ -3,15 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from helpers import ALL_METHODS, Net, assert_exact, examples
+
 sizes = st.integers(1, 5)
 
 
-@given(middle=st.lists(sizes, max_size=3), width=sizes, height=sizes, bias=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))
+@given(
+    middle=st.lists(sizes, max_size=3), width=sizes, height=sizes, bias=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32])
+)
 def test_linear_of_any_rank(middle, width, height, bias, dtype):
     model = Net(lambda s, x: torch.tanh(s.a(x)), a=nn.Linear(width, height, bias=bias))
     assert_exact(model, examples(5, *middle, width), dtype=dtype)

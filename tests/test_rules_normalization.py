@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import clipwise as cw
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 
 def shaken(module):
@@ -56,7 +56,9 @@ def frozen(layer, *, affine):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize(("layer", "space"), [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (3, 4)), (nn.BatchNorm3d, (2, 3, 2))])
+@pytest.mark.parametrize(
+    ("layer", "space"), [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (5,)), (nn.BatchNorm2d, (3, 4)), (nn.BatchNorm3d, (2, 3, 2))]
+)
 def test_frozen_batch_norm(layer, space, affine):
     model = Net(lambda s, x: torch.sin(s.b(s.a * x)), a=nn.Parameter(torch.randn(3, *[1] * len(space))), b=frozen(layer(3), affine=affine))
     assert_exact(model, examples(4, 3, *space), methods=ALL_METHODS)

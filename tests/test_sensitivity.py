@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, examples, sensitivity
 from torch import nn
 
 import clipwise as cw
+from helpers import ALL_METHODS, Net, examples, sensitivity
 
 LIMIT = {torch.float64: 1 + 1e-6, torch.float32: 1 + 1e-3, torch.bfloat16: 1 + 1e-3}
 
@@ -68,15 +68,15 @@ def test_the_slow_methods_too(attack, method):
 @pytest.mark.parametrize("method", ["bookkeep", "reweight"])
 def test_under_bf16_autocast(attack, method):
     x = ATTACKS[attack](examples(4, 8, 4)).float()
-    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
-    loss = lambda output: plain_sum(output.float())  # noqa: E731
+    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    loss = lambda output: plain_sum(output.float())
     assert sensitivity(sequence_model(), [x], 0.7, loss=loss, method=method, context=autocast) <= LIMIT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("attack", ["cancelling time steps", "huge", "all alike"])
 def test_a_pure_bf16_model(attack):
     x = ATTACKS[attack](examples(4, 8, 4)).bfloat16()
-    loss = lambda output: plain_sum(output.float())  # noqa: E731
+    loss = lambda output: plain_sum(output.float())
     assert sensitivity(sequence_model().bfloat16(), [x], 0.7, loss=loss) <= LIMIT[torch.bfloat16]
 
 

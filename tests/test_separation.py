@@ -3,22 +3,24 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, examples
 from torch import nn
 
 import clipwise as cw
 from clipwise.separation import Codes
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from clipwise.verify import verified_gradients
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 P = nn.Parameter
 
 
-# --- layouts that people use ---------------------------------------------------------------------------------------------
+# --- layouts that people use
 
 
 def test_time_first():
-    model = Net(lambda s, x: s.out(torch.tanh(s.a(x.transpose(0, 1)) * s.g)).mean(0), a=nn.Linear(4, 3), g=P(torch.randn(3)), out=nn.Linear(3, 2))
+    model = Net(
+        lambda s, x: s.out(torch.tanh(s.a(x.transpose(0, 1)) * s.g)).mean(0), a=nn.Linear(4, 3), g=P(torch.randn(3)), out=nn.Linear(3, 2)
+    )
     assert_exact(model, examples(5, 7, 4), methods=ALL_METHODS)
 
 
@@ -41,7 +43,7 @@ def test_augmented_views_one_after_the_other():
 def test_several_records_of_one_user():
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     users = examples(4, 5, 4)  # five records each
-    by_user = lambda output: output.square().sum(1).view(-1, 5).mean(1)  # noqa: E731
+    by_user = lambda output: output.square().sum(1).view(-1, 5).mean(1)
     flat = Net(lambda s, x: s.m(x.flatten(0, 1)), m=model)
     assert_exact(flat, users, loss=by_user, methods=ALL_METHODS)
 
@@ -103,12 +105,14 @@ def test_batch_size_changes_between_steps_without_probing_again(monkeypatch):
     assert len(probes) == 1
 
 
-# --- taps whose gradient is zero at first ----------------------------------------------------------------------------------
+# --- taps whose gradient is zero at first
 
 
 def test_zero_initialised_gates_are_probed_again():
     """LoRA with B = 0: the gradient of A is zero on the first step and must be right on the second."""
-    model = Net(lambda s, x: s.base(x) + s.up(s.down(x)), base=nn.Linear(4, 3), down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 3, bias=False))
+    model = Net(
+        lambda s, x: s.base(x) + s.up(s.down(x)), base=nn.Linear(4, 3), down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 3, bias=False)
+    )
     nn.init.zeros_(model.up.weight)
     model.double()
     for step in range(3):
@@ -147,14 +151,14 @@ def test_mixing_behind_a_zero_gate_is_found_when_the_gate_opens():
 def test_only_one_example_has_a_gradient():
     """Hinge losses: nothing can be concluded from one example, yet the step is exact and nothing is refused."""
     model = nn.Linear(4, 4)
-    hinge = lambda output: F.relu(output.sum(1) - 5)  # noqa: E731
+    hinge = lambda output: F.relu(output.sum(1) - 5)
     x = torch.cat([torch.full((4, 4), -9.0), torch.full((1, 4), 9.0)]).double()
     with torch.no_grad():
         model.weight.fill_(1.0)
     assert_exact(model, x, loss=hinge)
 
 
-# --- mixing ------------------------------------------------------------------------------------------------------------------
+# --- mixing
 
 
 def contrastive(output):
@@ -224,7 +228,9 @@ def test_dropout_is_not_mixing():
     after = torch.get_rng_state()
     norms = cw.per_example_norms(tape, losses)
     assert torch.equal(torch.get_rng_state(), after), "verifying must not draw random numbers"
-    each = torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]).norm() for loss in losses])
+    each = torch.stack(
+        [torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]).norm() for loss in losses]
+    )
     torch.testing.assert_close(norms, each.to(norms))
 
 

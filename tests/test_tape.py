@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
 
 P = nn.Parameter
 
@@ -28,7 +28,7 @@ def assert_right(found, model, x, bound=0.5):
         torch.testing.assert_close(found[name], value)
 
 
-# --- the two lines -------------------------------------------------------------------------------------------------------------
+# --- the two lines
 
 
 @pytest.mark.parametrize("method", ["auto", *ALL_METHODS])
@@ -81,7 +81,7 @@ def test_losses_may_be_computed_and_used_inside_the_block():
         assert_right(gradients, model, x)
 
 
-# --- what models do ---------------------------------------------------------------------------------------------------------------
+# --- what models do
 
 
 def _in_place(s, x):
@@ -153,12 +153,21 @@ def test_non_reentrant_checkpointing(method):
 
 
 def test_checkpointed_derived_weights():
-    model = Net(lambda s, x: checkpoint(lambda h: F.linear(h, F.normalize(s.w, dim=1)).tanh(), s.a(x), use_reentrant=False), a=nn.Linear(4, 4), w=P(torch.randn(3, 4)))
+    model = Net(
+        lambda s, x: checkpoint(lambda h: F.linear(h, F.normalize(s.w, dim=1)).tanh(), s.a(x), use_reentrant=False),
+        a=nn.Linear(4, 4),
+        w=P(torch.randn(3, 4)),
+    )
     assert_exact(model, examples(5, 4))
 
 
 def test_reentrant_checkpointing_is_refused():
-    model = Net(lambda s, x: s.b(checkpoint(lambda h: torch.tanh(s.a(h)), s.c(x), use_reentrant=True)), a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(4, 4))
+    model = Net(
+        lambda s, x: s.b(checkpoint(lambda h: torch.tanh(s.a(h)), s.c(x), use_reentrant=True)),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 3),
+        c=nn.Linear(4, 4),
+    )
     with cw.capture(model) as tape:
         losses = squared_output(model(torch.randn(5, 4)))
     with pytest.raises(cw.UncoveredUse, match="use_reentrant=False"):
@@ -229,7 +238,7 @@ def test_lazy_modules():
     assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)
 
 
-# --- nothing leaks, nothing stays --------------------------------------------------------------------------------------------------
+# --- nothing leaks, nothing stays
 
 
 def test_stray_forwards_do_not_leak_into_the_step():
@@ -299,7 +308,7 @@ def test_the_forward_result_is_unchanged():
     assert torch.equal(plain, watched)
 
 
-# --- several losses ------------------------------------------------------------------------------------------------------------------
+# --- several losses
 
 
 def test_several_forwards_before_one_backward():
@@ -341,7 +350,7 @@ def test_a_graph_that_was_freed_elsewhere_is_refused():
         cw.clipped_loss(tape, losses, cw.flat(1.0))
 
 
-# --- compiled and scripted ----------------------------------------------------------------------------------------------------------------
+# --- compiled and scripted
 
 
 @pytest.mark.parametrize("what", ["whole model", "one layer", "a function"])
@@ -354,7 +363,7 @@ def test_compiled_regions_run_eagerly_and_exactly(what):
         run = nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
     else:
         activation = torch.compile(torch.tanh, backend="eager")
-        run = lambda x: model[2](activation(model[0](x)))  # noqa: E731
+        run = lambda x: model[2](activation(model[0](x)))
     with cw.capture(model) as tape:
         losses = squared_output(run(x))
     assert_right(cw.clipped_gradients(tape, losses, cw.flat(0.5)), model, x)

@@ -1,6 +1,6 @@
 """Differentially private training for PyTorch at the speed of ordinary training."""
 
-from . import rules as _rules  # registers the rules
+from . import rules as _rules  # noqa: F401  (importing it registers the rules)
 from . import testing
 from .clipping import Clipping, automatic, flat, per_group, per_layer
 from .errors import (

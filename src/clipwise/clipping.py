@@ -45,7 +45,7 @@ class Clipping(ABC):
     def weights(self, squared_norms: Mapping[str, Tensor], names: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
         """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere gets weight zero everywhere."""
         finite = torch.stack(list(squared_norms.values())).sum(0).isfinite()
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for group in self.groups(names):
             present = [squared_norms[name] for name in group.names if name in squared_norms]
             if present:
@@ -56,7 +56,9 @@ class Clipping(ABC):
 
 def _check_bound(bound: float, what: str = "the clipping bound") -> float:
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not (0 < bound < math.inf):
-        raise BadClipping(f"{what} must be a positive, finite number, got {bound!r}.", "Pass the largest norm a gradient may keep, e.g. flat(1.0).")
+        raise BadClipping(
+            f"{what} must be a positive, finite number, got {bound!r}.", "Pass the largest norm a gradient may keep, e.g. flat(1.0)."
+        )
     return float(bound)
 
 
@@ -100,7 +102,9 @@ class PerGroup(Clipping):
         for name in names:
             pattern = next((pattern for pattern in members if fnmatchcase(name, pattern)), None)
             if pattern is None:
-                raise BadClipping(f"no pattern of per_group matches the parameter {name}.", 'Add a pattern for it; "*" last takes the rest.')
+                raise BadClipping(
+                    f"no pattern of per_group matches the parameter {name}.", 'Add a pattern for it; "*" last takes the rest.'
+                )
             members[pattern].append(name)
         idle = [pattern for pattern, found in members.items() if not found]
         if idle:

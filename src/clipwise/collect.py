@@ -34,9 +34,7 @@ def _shape_repair(losses: object) -> str:
     return "Pass the tensor of losses, one entry an example."
 
 
-_INDEPENDENT_REPAIR = (
-    "Compute them inside capture() with gradients enabled, from a model with trainable parameters (not under torch.no_grad(), not detached)."
-)
+_INDEPENDENT_REPAIR = "Compute them inside capture() with gradients enabled, from a model with trainable parameters (not under torch.no_grad(), not detached)."
 
 
 def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleGradients:

@@ -20,7 +20,8 @@ _TAP_NAME = f"{Tap.__name__}Backward"
 
 def fingerprint(losses: Tensor) -> int:
     """A hash of the operations between the losses and the taps nearest to them: the part of the path the tape may not have seen."""
-    names, queue, seen = [], [losses.grad_fn], {losses.grad_fn}
+    names: list[str] = []
+    queue, seen = [losses.grad_fn], {losses.grad_fn}
     while queue and len(names) < _HEAD:
         node: Any = queue.pop()
         names.append(node.name())
@@ -59,7 +60,7 @@ def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
 
 
 def _unseen(parameter: Tensor, node: Any, reached_from: dict[Any, Any], marks: Marks) -> UnseenUse:
-    path = []
+    path: list[str] = []
     while (node := reached_from[node]) is not None and len(path) < 4:
         path.append(node.name())
     names = " <- ".join(path) or "the losses themselves"

@@ -26,10 +26,8 @@ from .rules.embedding import rows_factor
 def pull_back(weight: Tensor, factor: Factor, marks: Marks) -> tuple[Tensor, Factor]:
     """Follow views, casts and look-ups up to the parameter, or to the first weight that needs autograd."""
     while id(weight) not in marks.parameters:
-        if weight._is_view() and weight._base is not None:
-            step = through_view(weight, weight._base, factor)
-        else:
-            step = _through_recipe(weight, factor, marks.derived(weight))
+        is_view = weight._is_view() and weight._base is not None
+        step = _through_view(weight, factor) if is_view else _through_recipe(weight, factor, marks.derived(weight))
         if step is None:
             break
         weight, factor = step
@@ -54,8 +52,10 @@ def needs_autograd(weight: Tensor, marks: Marks) -> bool:
     return False
 
 
-def through_view(view: Tensor, base: Tensor, factor: Factor) -> tuple[Tensor, Factor]:
+def _through_view(view: Tensor, factor: Factor) -> tuple[Tensor, Factor] | None:
     """The factor of a view as a factor of the tensor it looks at."""
+    base = view._base
+    assert base is not None
     region, whole = Region.of(view, base), Storage.of(base)
     if region == Region(whole.shape, whole.stride, 0):
         return base, factor
@@ -162,4 +162,3 @@ def example_gradients(
         each = [pull([c[i] for c in cast], batched=False) for i in range(count)]
         found = [None if column[0] is None else torch.stack(column) for column in zip(*each)]
     return [torch.zeros(count, *inp.shape, dtype=inp.dtype, device=inp.device) if g is None else g for g, inp in zip(found, inputs)]
-

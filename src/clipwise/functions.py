@@ -70,7 +70,7 @@ def _examine(func: Callable[..., Any]) -> Trait:
     return Trait(
         name,
         ignored=name in _NOTHING_TO_SEE,
-        writes=in_place or name == "__setitem__" or name.startswith("__i") and name in _IN_PLACE_OPERATORS,
+        writes=in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS,
         blank=name in _BLANK,
         payload=name in _WITH_PAYLOAD,
         borrows=name in _BORROWS_ONLY_A_SHAPE,
@@ -81,7 +81,8 @@ def _examine(func: Callable[..., Any]) -> Trait:
 
 
 _IN_PLACE_OPERATORS = {
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+    f"__i{op}__"
+    for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 }
 
 

@@ -14,7 +14,8 @@ from .marks import Marks
 from .registry import Use
 
 Guard = Callable[[Use, Marks], None]
-_BATCH_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training")  # the order of F.batch_norm
+_NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training")  # … and of torch.batch_norm
 _REPAIR = (
     "Put the layer into evaluation mode (model.eval() or bn.eval(): the paper's frozen BatchNorm), or replace it by GroupNorm; "
     "statistics of a batch make every example's gradient depend on the others."
@@ -22,9 +23,7 @@ _REPAIR = (
 
 
 def _batch_norm(use: Use, marks: Marks) -> None:
-    arguments = _BATCH_NORM_ARGUMENTS
-    if use.func is not F.batch_norm:
-        arguments = ("input", "weight", "bias", "running_mean", "running_var", "training")
+    arguments = _FUNCTIONAL if use.func is F.batch_norm else _NATIVE
     bound = dict(zip(arguments, use.bind(*arguments)))
     if bound["training"] and (torch.is_grad_enabled() or bound["running_mean"] is not None):
         raise MixedExamples(f"{full_name(use.func)} normalises with the statistics of the whole batch{_near(use, bound, marks)}.", _REPAIR)

@@ -83,7 +83,7 @@ class Marks:
 
     def _add_state(self, name: str, tensor: Tensor) -> None:
         self._state[id(tensor)] = tensor
-        if not isinstance(tensor, nn.parameter.UninitializedTensorMixin) and tensor.numel():
+        if not nn.parameter.is_lazy(tensor) and tensor.numel():
             self._state_storages[tensor.untyped_storage().data_ptr()] = name
 
     def name_of(self, value: Any) -> str | None:
@@ -168,7 +168,9 @@ class Marks:
         if tensor.dim() == 0 or tensor.shape[0] == 1:
             self._put(tensor, EXAMPLE)
 
-    def mark_derived(self, result: Any, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor]) -> None:
+    def mark_derived(
+        self, result: Any, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor]
+    ) -> None:
         """`result` was computed from `tracked` and constants."""
         derived = None
         for tensor in tensors_in(result):

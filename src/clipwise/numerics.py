@@ -5,6 +5,7 @@ from torch import Tensor
 
 _UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _BLOCK = 1024  # elements added in working precision before the sum moves to float64
+_SMALL = 2**16  # numbers that are converted to float64 outright
 _SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms to underflow
 
 
@@ -55,6 +56,8 @@ def squared_norms(rows: Tensor) -> Tensor:
         return flat.new_zeros(flat.shape[0], dtype=torch.float64)
     if flat.dtype == torch.float64:
         return torch.linalg.vector_norm(flat, dim=1).square()
+    if flat.numel() <= _SMALL:
+        return flat.double().square_().sum(1)
     if flat.is_cuda:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     whole = flat.shape[1] - flat.shape[1] % _BLOCK

@@ -110,7 +110,10 @@ def rule(*functions: Function, features: int = 1) -> Callable[[_F], _F]:
     return _register(functions, all_but_last(features))
 
 
-def own_rule(*functions: Function, row_axes: RowAxes = all_but_last(1), reads: Reads | None = None) -> Callable[[_F], _F]:
+_EVERYTHING_BUT_FEATURES = all_but_last(1)
+
+
+def own_rule(*functions: Function, row_axes: RowAxes = _EVERYTHING_BUT_FEATURES, reads: Reads | None = None) -> Callable[[_F], _F]:
     """`rule` for the rules that clipwise brings along."""
     return _register(functions, row_axes, reads, trusted=True)
 

@@ -22,7 +22,6 @@ from .rerun import TOLERANCE, undisturbed
 from .still import Still
 from .tape import Tape
 
-
 _WEIGHTED_BY_CLASS = {F.cross_entropy, F.nll_loss, F.multi_margin_loss, F.binary_cross_entropy_with_logits}
 
 

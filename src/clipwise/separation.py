@@ -65,7 +65,8 @@ class Measurement:
         self.record = record
         self.grad = grad
         self.batch = batch
-        self.is_zero = not bool((grad.isfinite() & (grad != 0)).any())
+        self.is_zero = not bool((grad != 0).any())
+        self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
         self.stays_zero = self.is_zero
         self.candidates = [] if self.is_zero else list(self._candidates())
         self._readings: list[Tensor] = []
@@ -85,19 +86,25 @@ class Measurement:
     def compare(self, weighted: Tensor, weights: Tensor) -> None:
         """Drop the candidates that this pass contradicts."""
         if self.stays_zero:
-            self.stays_zero = not bool((weighted.isfinite() & (weighted != 0)).any())
+            self.stays_zero = not bool((weighted != 0).any())
         self.candidates = [layout for layout in self.candidates if self._agrees(layout, weighted, weights)]
 
     def _agrees(self, layout: Layout, weighted: Tensor, weights: Tensor) -> bool:
         plain, scaled = (flat_rows(to_accumulate(to_rows(side, layout.axes))) for side in (self.grad, weighted))  # (R, m)
         factor = weights.to(plain)[EvenGrouping(len(plain), self.batch, layout.order).owners().to(plain.device), None]
-        error = (scaled - factor * plain).abs().amax(1)
-        size = (factor * plain).abs().amax(1)
-        finite = error.isfinite() & size.isfinite()
-        return bool((~finite | (error <= _TOLERANCE[self.grad.dtype] * size)).all())
+        error, size = (scaled - factor * plain).abs(), (factor * plain).abs()
+        finite = error.isfinite() & size.isfinite()  # an entry that is not finite says nothing
+        error, size = (torch.where(finite, side, 0.0).amax(1) for side in (error, size))
+        return bool((error <= _TOLERANCE[self.grad.dtype] * size).all())
 
     def settled(self) -> Layout | None:
-        """The one layout that agrees with everything, if at least two examples speak for it."""
+        """The one layout that agrees with everything, if at least two examples speak for it.
+
+        Where no entry says anything (all are NaN, Inf or zero), the likeliest layout serves: the examples it names
+        contribute nothing.
+        """
+        if self.says_nothing:
+            return self.candidates[0] if self.candidates else None
         fewest = min((len(layout.axes) for layout in self.candidates), default=0)
         simplest = [layout for layout in self.candidates if len(layout.axes) == fewest]
         if len(simplest) != 1:

@@ -12,7 +12,16 @@ from .functions import is_open, opened
 
 _FILLS = {"rand": 0.5, "uniform_": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "normal_": 0.0}
 _FILLS |= {"exponential_": 1.0, "bernoulli_": 1.0, "log_normal_": 1.0, "cauchy_": 0.0, "geometric_": 1.0, "random_": 0.0}
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.feature_dropout}
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.feature_dropout,
+}
 
 
 class Still(TorchFunctionMode):

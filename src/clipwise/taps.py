@@ -26,7 +26,9 @@ class Record:
 
     __slots__ = ("key", "output", "row_axes", "rule", "switch", "upstream", "use")
 
-    def __init__(self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None):
+    def __init__(
+        self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None
+    ):
         self.use = use  # arguments, with a Slot for every kept tensor
         self.rule = rule
         self.row_axes = row_axes  # axes of the output that may number rows

@@ -21,8 +21,8 @@ from .layout import Layout, Table
 from .replay import check_losses_alone
 from .rerun import check_rows_alone
 from .separation import Codes, Measurement
-from .taps import Record
 from .tape import Tape
+from .taps import Record
 
 Heard = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap's record, the gradient that reached it, its kept tensors
 Placement = Layout | Table | None  # None: the gradient is zero throughout
@@ -69,11 +69,14 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
     check_losses_alone(tape, losses)
     if conclusive:
         zeros.update((head, measurement.record.key) for measurement in new_zeros)
-        known.update({record.key: place for record, _, _ in heard if isinstance(place := placements.get(id(record)), Layout)})
+        settled = {id(m.record) for m in moving if not m.says_nothing}
+        known.update({r.key: place for r, _, _ in heard if id(r) in settled and isinstance(place := placements[id(r)], Layout)})
     return gradients
 
 
-def _listen(tape: Tape, losses: Tensor, weights: Tensor, measurements: list[Measurement], what: str, inputs: list[Tensor]) -> list[Tensor | None]:
+def _listen(
+    tape: Tape, losses: Tensor, weights: Tensor, measurements: list[Measurement], what: str, inputs: list[Tensor]
+) -> list[Tensor | None]:
     """One pass with known weights on the losses; every measurement compares or reads the gradient of its tap."""
     by_record = {id(measurement.record): measurement for measurement in measurements}
 

@@ -14,11 +14,11 @@ from .derived import needs_autograd
 from .errors import UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
+from .head import HeadCall
 from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
 from .registry import REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
-from .head import HeadCall
 from .taps import Record, Slot, Tap
 
 if TYPE_CHECKING:
@@ -220,4 +220,3 @@ def upstream_of(use: Use) -> list[Any]:
         elif isinstance(value, list | tuple):
             nodes += [t.grad_fn for t in tensors_in(value) if t.requires_grad and not use.tracks(t)]
     return nodes
-

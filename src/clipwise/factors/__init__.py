@@ -10,4 +10,18 @@ from .placed import Placed
 from .rows import Rows
 from .sums import FactorSum, PartSum, sum_of
 
-__all__ = ["Convolution", "Dense", "Diagonal", "Factor", "FactorSum", "Geometry", "Grouping", "Outer", "PartSum", "Placed", "Rows", "inner", "sum_of"]
+__all__ = [
+    "Convolution",
+    "Dense",
+    "Diagonal",
+    "Factor",
+    "FactorSum",
+    "Geometry",
+    "Grouping",
+    "Outer",
+    "PartSum",
+    "Placed",
+    "Rows",
+    "inner",
+    "sum_of",
+]

@@ -12,7 +12,8 @@ from torch import Tensor
 class Grouping(Protocol):
     """Sorts rows into examples: (R, ...) → (B, k, ...), k rows an example, empty places filled with zeros."""
 
-    batch: int
+    @property
+    def batch(self) -> int: ...
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 

@@ -19,7 +19,9 @@ class Outer(Factor):
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None, *, groups: bool = False):
         if left.shape[:-1] != right.shape[:-1] or left.dim() < 2 + groups:
-            raise ValueError(f"Outer needs two tensors that agree in all axes but the last, got {tuple(left.shape)} and {tuple(right.shape)}")
+            raise ValueError(
+                f"Outer needs two tensors that agree in all axes but the last, got {tuple(left.shape)} and {tuple(right.shape)}"
+            )
         batch, blocks = left.shape[0], left.shape[1] if groups else 1
         self.left = to_accumulate(left).reshape(batch, blocks, -1, left.shape[-1])  # (B, G, T, p)
         self.right = to_accumulate(right).reshape(batch, blocks, -1, right.shape[-1])  # (B, G, T, d)

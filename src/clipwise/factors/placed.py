@@ -34,7 +34,7 @@ class Region:
 
     @classmethod
     def of(cls, view: Tensor, whole: Tensor) -> Region:
-        return cls(tuple(view.shape), view.stride(), view.storage_offset() - whole.storage_offset())
+        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
 
 
 @lru_cache(maxsize=32)

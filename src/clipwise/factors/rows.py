@@ -74,5 +74,3 @@ class Rows(Factor):
     @property
     def device(self) -> torch.device:
         return self.rows.device
-
-

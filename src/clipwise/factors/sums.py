@@ -200,12 +200,12 @@ def _joined(factors: list[Factor]) -> list[Factor]:
         joined += matrices
     if rows:
         table = rows[0]
-        for other in rows[1:]:
-            table = table.joined(other)
+        for more in rows[1:]:
+            table = table.joined(more)
         joined.append(table)
     if dense:
         total = dense[0]
-        for other_factor in dense[1:]:
-            total = total.plus(other_factor)
+        for summand in dense[1:]:
+            total = total.plus(summand)
         joined.append(total)
     return joined

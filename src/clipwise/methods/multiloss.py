@@ -20,6 +20,8 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     batch is summed by factors.
     """
     collected = collect(tape, losses, keep_graph=True)  # verifies what is new, and is there if a gradient is not finite
+    if len(losses) == 0:
+        return from_factors(tape, collected, clipping)
     parameters = tape.marks.trainable()
     found = _each_gradient(tape, losses, list(parameters.values()))
     gradients = ExampleGradients(tape, len(losses), losses.device)
@@ -41,4 +43,4 @@ def _each_gradient(tape: Tape, losses: Tensor, parameters: list[Tensor]) -> list
         return list(found)
     except RuntimeError:
         each = [tape.backward(losses, row, None, inputs=parameters, retain_graph=True) for row in identity]
-        return [None if column[0] is None else torch.stack(column) for column in zip(*each)]  # type: ignore[arg-type]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*each)]

@@ -67,5 +67,3 @@ def getitem(table: Tensor, index: object) -> object:
     if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and table.dim() == 1:
         return torch.embedding(table.unsqueeze(1), index % table.shape[0]).squeeze(-1)
     return NotImplemented
-
-

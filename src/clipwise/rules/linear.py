@@ -13,9 +13,18 @@ from ..factors import Dense, Factor, Outer
 from ..registry import Call, Factors, Use, own_rule, rewrite, spread
 from .spread import spread_factor
 
-_PRODUCTS = [torch.matmul, torch.mm, torch.mv, torch.dot, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.mv, torch.Tensor.dot]
+_PRODUCTS: list[Any] = [
+    torch.matmul,
+    torch.mm,
+    torch.mv,
+    torch.dot,
+    torch.Tensor.matmul,
+    torch.Tensor.mm,
+    torch.Tensor.mv,
+    torch.Tensor.dot,
+]
 _PRODUCTS += [torch.Tensor.__matmul__, torch.linalg.matmul]
-_BATCHED_PRODUCTS = [torch.bmm, torch.Tensor.bmm]
+_BATCHED_PRODUCTS: list[Any] = [torch.bmm, torch.Tensor.bmm]
 
 
 def _operands(use: Use) -> list[Any]:
@@ -82,7 +91,9 @@ def batched_matmul(use: Use, tap: Any) -> Any:
     if weight.dim() < 3:
         return None
     if other.dim() < 2:
-        raise UncoveredUse("a stack of weights is multiplied with a single vector.", "Give the vector a second axis: x.unsqueeze(-1) or x.unsqueeze(-2).")
+        raise UncoveredUse(
+            "a stack of weights is multiplied with a single vector.", "Give the vector a second axis: x.unsqueeze(-1) or x.unsqueeze(-2)."
+        )
     shape = torch.Size((*torch.broadcast_shapes(weight.shape[:-2], other.shape[:-2]), *weight.shape[-2:]))
     tapped = tap(weight, shape)
     return ((a, tapped) if weight is b else (tapped, b)), {}

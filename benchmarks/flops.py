@@ -1,0 +1,103 @@
+"""Floating-point operations of a private step over an ordinary one, counted by PyTorch's own counter: the same on any machine.
+
+    python benchmarks/flops.py
+
+Matrix products and convolutions only, as FlopCounterMode counts them, forward to gradients. The first private step is not
+counted (clipwise verifies the model on it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import clipwise as cw
+from clipwise.models import cnn, mlp
+from report import machine, write_results
+
+# The best peer with tuned settings, measured before this project began; ours must be no worse.
+PEER = {
+    "mlp 784-128-256-10": 1.00,
+    "paper's cnn": 1.40,
+    "transformer d256 T64": 1.17,
+    "transformer d256 T256": 1.48,
+    "d128 vocabulary 20000": 1.47,
+}
+
+
+class Transformer(nn.Module):
+    """A small language model: two encoder layers over tokens and learned positions, a head over the vocabulary."""
+
+    def __init__(self, width: int, length: int, vocabulary: int, heads: int = 4):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.encoder(h))
+
+
+def _images(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
+
+
+def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, vocabulary, (batch, length)), torch.randint(0, vocabulary, (batch, length))
+
+
+def cases() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor]]]:
+    return {
+        "mlp 784-128-256-10": (mlp(), _images(64)),
+        "paper's cnn": (cnn(), _images(64)),
+        "transformer d256 T64": (Transformer(256, 64, 1000), _text(16, 64, 1000)),
+        "transformer d256 T256": (Transformer(256, 256, 1000), _text(8, 256, 1000)),
+        "d128 vocabulary 20000": (Transformer(128, 64, 20000), _text(16, 64, 20000)),
+    }
+
+
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(model(x).movedim(-1, 1), y, reduction="none")
+    return losses if losses.dim() == 1 else losses.mean(1)
+
+
+def count(work: Callable[[], None]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def ratios(methods: tuple[str, ...] = ("bookkeep", "reweight")) -> dict[str, dict[str, float]]:
+    """{case: {method: FLOPs of a private step / FLOPs of an ordinary one}}"""
+    torch.manual_seed(0)
+    found = {}
+    for name, (model, batch) in cases().items():
+        ordinary = count(lambda model=model, batch=batch: losses_of(model, *batch).sum().backward())
+
+        def private(method: str, model: nn.Module = model, batch: tuple[Tensor, Tensor] = batch) -> None:
+            with cw.capture(model) as tape:
+                losses = losses_of(model, *batch)
+            cw.clipped_loss(tape, losses, cw.flat(1.0), method=method).backward()
+
+        private("bookkeep")
+        found[name] = {method: round(count(lambda m=method: private(m)) / ordinary, 3) for method in methods}
+    return found
+
+
+def main() -> None:
+    found = ratios()
+    print(f"{'case':26s} {'bookkeep':>9s} {'reweight':>9s} {'best peer, tuned':>17s}")
+    for name, row in found.items():
+        print(f"{name:26s} {row['bookkeep']:9.2f} {row['reweight']:9.2f} {PEER[name]:17.2f}")
+    write_results("flops", {"machine": machine(), "ratios": found, "best_peer_tuned": PEER})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The paper's networks."""
+
+from .paper import cnn, mlp
+
+__all__ = ["cnn", "mlp"]

@@ -1,0 +1,125 @@
+"""The extension points: rules, rewrites, the fallback, and the check that tries them out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+import clipwise as cw
+from clipwise.registry import RULES
+from helpers import ALL_METHODS, Net, assert_exact, examples
+
+P = nn.Parameter
+
+
+def scaled_linear(x, weight, scale):
+    """A torch function of the user's own: anything that hands over to torch-function modes."""
+    if has_torch_function_variadic(x, weight):
+        return handle_torch_function(scaled_linear, (x, weight), x, weight, scale)
+    return F.linear(x, weight) * scale
+
+
+class ScaledLinear(nn.Module):
+    def __init__(self, inputs, outputs, scale=2.0):
+        super().__init__()
+        self.weight = P(torch.randn(outputs, inputs))
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.tanh(scaled_linear(x, self.weight, self.scale))
+
+
+def test_a_rule_of_ones_own(registry):
+    model = ScaledLinear(4, 3)
+    with pytest.raises(cw.UncoveredUse, match=r"scaled_linear"), cw.capture(model):
+        model(torch.randn(5, 7, 4))
+
+    @cw.rule(scaled_linear)
+    def rule(call):
+        x, weight, scale = call.bind("x", "weight", "scale")
+        return {weight: cw.Outer(call.output_grad * scale, x)}
+
+    cw.testing.check_rule(model, torch.randn(5, 7, 4))
+    assert_exact(model, examples(5, 7, 4), methods=ALL_METHODS)
+    time_first = Net(lambda s, x: s.m(x.transpose(0, 1)).transpose(0, 1), m=model)
+    assert_exact(time_first, examples(5, 7, 4))
+    windows = Net(lambda s, x: s.m(x.reshape(-1, 3, 4)).reshape(len(x), -1), m=model)
+    assert_exact(windows, examples(5, 6, 4))
+
+
+def test_check_rule_finds_a_wrong_rule(registry):
+    @cw.rule(scaled_linear)
+    def forgets_the_scale(call):
+        return {call.args[1]: cw.Outer(call.output_grad, call.args[0])}
+
+    with pytest.raises(cw.WrongRule):
+        cw.testing.check_rule(ScaledLinear(4, 3), torch.randn(5, 7, 4))
+
+
+def test_a_rewrite_of_ones_own(registry):
+    @cw.rewrite(scaled_linear)
+    def rewritten(x, weight, scale):
+        return F.linear(x, weight) * scale
+
+    cw.testing.check_rule(ScaledLinear(4, 3), torch.randn(5, 7, 4))
+
+
+def test_a_rewrite_may_decline(registry):
+    @cw.rewrite(torch.cdist)
+    def only_flat(a, b, **options):
+        return NotImplemented if a.dim() > 2 else (a.unsqueeze(1) - b).norm(dim=-1)
+
+    model = Net(lambda s, x: torch.cdist(x, s.w), w=P(torch.randn(3, 4)))
+    cw.testing.check_rule(model, torch.randn(5, 4))
+    with pytest.raises(cw.UncoveredUse), cw.capture(model):
+        model(torch.randn(5, 2, 4))
+
+
+def test_ones_own_rule_goes_before_a_spread(registry):
+    seen = []
+
+    @cw.rule(torch.mul, torch.Tensor.mul, features=1)
+    def multiply(call):
+        seen.append(call.func)
+        x, weight = call.args
+        return {weight: cw.Dense((call.output_grad * x).flatten(1, -2).sum(1))}
+
+    cw.testing.check_rule(Net(lambda s, x: torch.tanh(x * s.w), w=P(torch.randn(4))), torch.randn(5, 3, 4))
+    assert seen
+
+
+def test_a_rule_needs_a_function():
+    with pytest.raises(TypeError, match="name the torch function"):
+        cw.rule()
+
+
+FALLBACKS = {
+    "cdist": lambda s, x: torch.cdist(x, s.w),
+    "cosine similarity": lambda s, x: F.cosine_similarity(x.unsqueeze(1), s.w, dim=-1),
+    "kron": lambda s, x: torch.kron(x, s.w[:1]),
+    "derived weight": lambda s, x: torch.cdist(x, F.normalize(s.w, dim=1)),
+    "used twice": lambda s, x: torch.cdist(x, s.w) * torch.cdist(x.tanh(), s.w),
+    "behind another use": lambda s, x: torch.cdist(F.linear(x, s.w) @ s.w, s.w),
+    "time first": lambda s, x: torch.cdist(x.unsqueeze(0).expand(2, -1, -1), s.w).transpose(0, 1),
+    "logcumsumexp of a product": lambda s, x: torch.addbmm(s.w[:, :1] * 0, s.w.expand(1, -1, -1), x.t().unsqueeze(0)).t(),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_fallback_is_exact(name):
+    model = Net(lambda s, x: torch.tanh(FALLBACKS[name](s, x)), w=P(torch.randn(3, 4)))
+    assert_exact(model, examples(5, 4), fallback=True, methods=ALL_METHODS)
+
+
+def test_fallback_refuses_functions_that_return_several_tensors():
+    model = Net(lambda s, x: torch.aminmax(torch.stack([x, s.w.expand_as(x)]), dim=0)[0], w=P(torch.randn(4)))
+    assert_exact(model, examples(5, 4))
+    model = Net(lambda s, x: torch.linalg.lstsq(s.w, x.t())[0], w=P(torch.randn(4, 4)))
+    with pytest.raises(cw.UncoveredUse, match="several tensors"), cw.capture(model, fallback=True):
+        model(torch.randn(5, 4))
+
+
+def test_own_rules_are_all_there():
+    for function in (F.linear, F.conv2d, F.layer_norm, F.group_norm, torch.embedding, torch.einsum, torch.addmm, torch.matmul):
+        assert RULES[function].trusted

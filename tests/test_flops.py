@@ -1,0 +1,109 @@
+"""Repeatable costs: FLOPs of a private step, and no tensor of batch × parameters where a cheaper way exists."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import clipwise as cw
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import flops
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    return flops.ratios()
+
+
+@pytest.mark.parametrize("case", flops.PEER)
+def test_no_worse_than_the_best_peer(ratios, case):
+    assert ratios[case]["bookkeep"] <= flops.PEER[case] + 5e-3
+
+
+@pytest.mark.parametrize("case", flops.PEER)
+def test_the_goal(ratios, case):
+    """Norms come for free: writing gradients out replaces the ordinary weight gradient."""
+    assert ratios[case]["bookkeep"] <= 1.10
+
+
+def test_reweighting_costs_one_more_backward_pass(ratios):
+    assert all(1.1 <= row["reweight"] <= 1.7 for row in ratios.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def private_step(model, x, loss):
+    with cw.capture(model) as tape:
+        losses = loss(model(x))
+    cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+
+
+def largest(model, x, loss):
+    private_step(model, x, loss)  # verified
+    with LargestTensor() as mode:
+        private_step(model, x, loss)
+    return mode.elements
+
+
+def test_linear_layers_write_no_gradient_out():
+    model = nn.Linear(300, 200)
+    assert largest(model, torch.randn(32, 300), lambda out: out.square().sum(1)) <= 300 * 200
+
+
+def test_short_sequences_write_no_gradient_out():
+    model = nn.Linear(300, 200)
+    assert largest(model, torch.randn(32, 2, 300), lambda out: out.square().sum((1, 2))) <= 300 * 200
+
+
+def test_embeddings_write_no_gradient_out():
+    model = nn.Embedding(5000, 8)
+    assert largest(model, torch.randint(0, 5000, (16, 12)), lambda out: out.square().sum((1, 2))) <= 5000 * 8
+
+
+def test_tied_heads_of_short_sequences_write_no_gradient_out():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4000, 64)
+
+        def forward(self, ids):
+            return F.linear(torch.tanh(self.table(ids)), self.table.weight)
+
+    elements = largest(Tied(), torch.randint(0, 4000, (16, 2)), lambda out: out.log_softmax(-1)[..., 0].sum(1))
+    assert elements <= 4000 * 64
+
+
+def test_small_feature_maps_write_no_gradient_out():
+    model = nn.Conv2d(64, 64, 3, padding=1)
+    assert largest(model, torch.randn(16, 64, 2, 2), lambda out: out.square().sum((1, 2, 3))) <= 16 * 64 * 9 * 4
+
+
+def test_gradients_are_not_kept_beyond_the_memory_budget(monkeypatch):
+    monkeypatch.setattr("clipwise.planner._CPU_BUDGET", 0)
+    monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device: cls(0)))
+    model, x = nn.Linear(64, 64), torch.randn(8, 100, 64)
+    private_step(model, x, lambda out: out.square().sum((1, 2)))
+    with FlopCounterMode(display=False) as counter:
+        private_step(model, x, lambda out: out.square().sum((1, 2)))
+    forward = 2 * 8 * 100 * 64 * 64
+    # forward, gradients written out and forgotten, the weighted sum; a little for the bias
+    assert 3 * forward <= counter.get_total_flops() <= 3.01 * forward

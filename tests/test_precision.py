@@ -1,0 +1,115 @@
+"""Lower precisions: no worse than ordinary autograd's own error; sums in float32."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clipwise as cw
+from clipwise.testing import loop_gradients
+from helpers import ALL_METHODS, Net
+
+
+def network():
+    return Net(
+        lambda s, x: s.out(torch.tanh(s.norm(s.conv(torch.tanh(s.a(x)).transpose(1, 2)).transpose(1, 2)) * s.scale).mean(1)),
+        a=nn.Linear(16, 32),
+        conv=nn.Conv1d(32, 32, 3),
+        norm=nn.LayerNorm(32),
+        scale=nn.Parameter(torch.rand(32) + 0.5),
+        out=nn.Linear(32, 4),
+    )
+
+
+def cross_entropy(output):
+    return F.cross_entropy(output.float(), torch.arange(len(output)) % 4, reduction="none")
+
+
+def relative_error(found, expected):
+    total = sum(float(value.double().square().sum()) for value in expected.values()) ** 0.5
+    return sum(float((found[name].double() - value.double()).square().sum()) for name, value in expected.items()) ** 0.5 / total
+
+
+def own_error(model, x, context, reference):
+    """How far ordinary autograd is off for the plain sum of the losses."""
+    with context():
+        losses = cross_entropy(model(x))
+    grads = torch.autograd.grad(losses.sum(), list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    return relative_error(dict(zip(names, grads)), {name: grad.sum(0) for name, grad in reference.items()})
+
+
+def by_the_loop(model, x):
+    """Each example with its own target, in float64."""
+    rows = [
+        loop_gradients(model, (x[i : i + 1],), loss=lambda out, i=i: F.cross_entropy(out, torch.tensor([i % 4]), reduction="none"))
+        for i in range(len(x))
+    ]
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+CONTEXTS = {
+    "bf16 autocast": (torch.float32, lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "fp16 autocast": (torch.float32, lambda: torch.autocast("cpu", dtype=torch.float16)),
+    "pure bf16": (torch.bfloat16, lambda: torch.autocast("cpu", enabled=False)),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_no_worse_than_autograd(name, method):
+    dtype, context = CONTEXTS[name]
+    model, x = network().to(dtype), torch.randn(6, 9, 16).to(dtype)
+    reference = by_the_loop(model, x)
+    bound = 1e9  # nothing is clipped: the sum is the ordinary gradient
+    with cw.capture(model) as tape, context():
+        losses = cross_entropy(model(x))
+    found = cw.clipped_gradients(tape, losses, cw.flat(bound), method=method)
+    expected = {name: grad.sum(0) for name, grad in reference.items()}
+    assert relative_error(found, expected) <= 1.5 * own_error(model, x, context, reference) + 1e-6
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_norms_under_low_precision(name):
+    dtype, context = CONTEXTS[name]
+    model, x = network().to(dtype), torch.randn(6, 9, 16).to(dtype)
+    reference = by_the_loop(model, x)
+    with cw.capture(model) as tape, context():
+        losses = cross_entropy(model(x))
+    norms = cw.per_example_norms(tape, losses)
+    expected = torch.stack([grad.flatten(1).square().sum(1) for grad in reference.values()]).sum(0).sqrt()
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), expected, rtol=3 * own_error(model, x, context, reference), atol=0)
+
+
+def test_sums_are_float32_for_bf16_parameters_and_grad_keeps_their_type():
+    model, x = nn.Linear(8, 4).bfloat16(), torch.randn(6, 8).bfloat16()
+    with cw.capture(model) as tape:
+        losses = cross_entropy(model(x))
+    assert {grad.dtype for grad in cw.clipped_gradients(tape, losses, cw.flat(1.0)).values()} == {torch.float32}
+    with cw.capture(model) as tape:
+        losses = cross_entropy(model(x))
+    cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_gradient_scaler_sees_an_ordinary_loss():
+    model, x = nn.Linear(8, 4), torch.randn(6, 8)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, twin)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for net, optimizer, scale in ((model, optimizers[0], True), (twin, optimizers[1], False)):
+        with cw.capture(net) as tape:
+            losses = cross_entropy(net(x))
+        loss = cw.clipped_loss(tape, losses, cw.flat(1.0))
+        if scale:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(a, b)
