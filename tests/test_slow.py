@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import examples
 from torch import nn
 
 import clipwise as cw
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import examples
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
