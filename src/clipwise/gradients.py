@@ -115,13 +115,13 @@ class ExampleGradients:
         norms = {key: total.squared_norms(self._budget, second_pass=second_pass) for key, total in self._sums.items()}
         if self._pulled is not None:
             norms |= self._pulled.squared_norms(self._budget)
-        return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
+        return {name: norms[key].to(self._device) for key, name in self._marks.names.items() if key in norms}
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
         if self._pulled is not None:
             masses |= {key: norms.sqrt() for key, norms in self._pulled.squared_norms(self._budget).items()}
-        return {name: masses[key] for key, name in self._marks.names.items() if key in masses}
+        return {name: masses[key].to(self._device) for key, name in self._marks.names.items() if key in masses}
 
     def forget_terms(self) -> None:
         """Free what is no longer needed once norms are known."""
@@ -131,9 +131,9 @@ class ExampleGradients:
     def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{name: Σ_i weights[name][i]·g_i}, in float32 or float64."""
         names = self._marks.names
-        sums = {key: total.weighted_sum(weights[names[key]]) for key, total in self._sums.items()}
+        sums = {key: total.weighted_sum(weights[names[key]].to(total.device)) for key, total in self._sums.items()}
         if self._pulled is not None:
-            sums |= self._pulled.weighted_sums({key: weights[names[key]] for key in self._pulled.inputs})
+            sums |= self._pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self._pulled.inputs.items()})
         return {name: sums[key] for key, name in names.items() if key in sums}
 
 

@@ -115,8 +115,8 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, own: dict[str, Tensor |
     for name, autograd_sum in own.items():
         if autograd_sum is None and name not in sums:
             continue
-        expected = 0.0 if autograd_sum is None else autograd_sum.to_dense().double()
-        found = sums[name].double() if name in sums else torch.zeros(())
+        expected = autograd_sum.to_dense().double() if autograd_sum is not None else torch.zeros_like(sums[name].double())
+        found = sums[name].double() if name in sums else torch.zeros_like(expected)
         difference = float((found - expected).norm())
         allowed = float((weights.double() * masses[name]).sum()) if name in masses else 0.0
         if not torch.isfinite(torch.tensor([difference, allowed])).all():

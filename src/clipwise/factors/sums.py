@@ -85,6 +85,10 @@ class FactorSum:
             self.factors = [self._kept]
 
     @property
+    def device(self) -> torch.device:
+        return self.factors[0].device
+
+    @property
     def _dtype(self) -> torch.dtype:
         return self.factors[0].dtype
 
@@ -171,6 +175,10 @@ class PartSum:
     def forget_terms(self) -> None:
         for part in self.parts.values():
             part.forget_terms()
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parts.values())).device
 
 
 def sum_of(factors: Sequence[Factor]) -> FactorSum | PartSum:

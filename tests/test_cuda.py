@@ -1,0 +1,89 @@
+"""The same exactness on a GPU, where autograd runs on threads of its own. Skipped where there is none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples, sensitivity
+from test_models import NETWORKS
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import clipwise as cw
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name):
+    build, batch = NETWORKS[name]
+    assert_exact(build().cuda(), batch().cuda(), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_in_float32(name):
+    build, batch = NETWORKS[name]
+    assert_exact(build().cuda(), batch().cuda(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_checkpointing_recomputes_under_the_tape_on_autograd_s_own_thread(method):
+    """A region without any module call: only the tape itself can put the taps back."""
+    model = Net(
+        lambda s, x: s.b(checkpoint(lambda h: torch.tanh(F.linear(h, s.w)), s.a(x), use_reentrant=False)),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 3),
+        w=nn.Parameter(torch.randn(4, 4)),
+    )
+    assert_exact(model.cuda(), examples(5, 2, 4).cuda(), methods=[method])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 4)).cuda()
+    x = torch.randn(16, 10, 32, device="cuda")
+    loss = lambda output: output.float().square().mean((1, 2))
+    norms, found = clipped(model, [x], 0.05, loss=loss, context=lambda: torch.autocast("cuda", dtype=dtype))
+    reference = loop_gradients(model, (x,), loss=lambda output: output.square().mean((1, 2)))
+    expected, expected_norms = clip_and_add(reference, 0.05)
+    assert ((norms.double() - expected_norms) / expected_norms).abs().max() < 3e-2
+    for name, value in expected.items():
+        assert (found[name].double() - value).norm() <= 5e-2 * value.norm()
+
+
+def test_tf32_products_are_covered_by_the_norm():
+    x = torch.randn(6, 64, 16, device="cuda")
+    x[-1] = 1e3 * torch.randn(16, device="cuda") * torch.tensor([1.0, -1.0], device="cuda").repeat(32)[:, None]
+    model = Net(lambda s, x: s.a(x).sum(1), a=nn.Linear(16, 32, bias=False)).cuda()
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert sensitivity(model, [x], 1.0, loss=lambda output: output.sum(1)) <= 1 + 1e-3
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_examples(value):
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).cuda().double(), examples(5, 4).cuda()
+    good = [0, 1, 3, 4]
+    expected, _ = clip_and_add(loop_gradients(model, (x[good],)), 0.5)
+    x[2] = value
+    for method in ALL_METHODS:
+        _, found = clipped(model, [x], 0.5, method=method)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_model_on_two_devices():
+    model = Net(lambda s, x: s.b(torch.tanh(s.a(x)).cuda()), a=nn.Linear(4, 5), b=nn.Linear(5, 3).cuda())
+    x = examples(6, 4)
+    reference = loop_gradients(model, (x,))
+    expected, norms = clip_and_add({name: grad.cpu() for name, grad in reference.items()}, 0.5)
+    model.double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    torch.testing.assert_close(cw.per_example_norms(tape, losses).cpu(), norms)
+    cw.clipped_loss(tape, losses, cw.flat(0.5)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), expected[name])
