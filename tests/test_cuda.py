@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ALL_METHODS, Net, assert_exact, clipped, examples, sensitivity
-from test_models import NETWORKS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples, sensitivity
+from test_models import NETWORKS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -24,8 +24,10 @@ from .numerics import flat_rows, to_accumulate
 from .rules.spread import spread_rule
 from .taps import Record
 
-# How far a gradient may be off its power of two: nothing but the order of atomic additions moves it.
+# How far a gradient may be off its power of two. Nothing moves it but the order of atomic additions, on a GPU, anywhere on
+# its way; so the coarsest precision of all taps counts.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_TOLERANCE_ON_GPU = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _NOISE = 1e-6  # entries this much below the largest of their tap are not decoded
 
 
@@ -61,10 +63,11 @@ class Codes:
 class Measurement:
     """What the passes say about one tap. `grad` is its gradient at weights one."""
 
-    def __init__(self, record: Record, grad: Tensor, batch: int):
+    def __init__(self, record: Record, grad: Tensor, batch: int, coarsest: torch.dtype):
         self.record = record
         self.grad = grad
         self.batch = batch
+        self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
         self.is_zero = not bool((grad != 0).any())
         self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
         self.stays_zero = self.is_zero
@@ -95,7 +98,7 @@ class Measurement:
         error, size = (scaled - factor * plain).abs(), (factor * plain).abs()
         finite = error.isfinite() & size.isfinite()  # an entry that is not finite says nothing
         error, size = (torch.where(finite, side, 0.0).amax(1) for side in (error, size))
-        return bool((error <= _TOLERANCE[self.grad.dtype] * size).all())
+        return bool((error <= self._tolerance * size).all())
 
     def settled(self) -> Layout | None:
         """The one layout that agrees with everything, if at least two examples speak for it.
@@ -120,7 +123,7 @@ class Measurement:
         usable = plain.isfinite() & scaled.isfinite() & (plain.abs() > _NOISE * plain.abs().nan_to_num(0, 0, 0).max())
         ratio = torch.where(usable, scaled / plain, 1.0)
         exponent = ratio.abs().log2().round()
-        exact = (ratio * torch.exp2(-exponent) - 1).abs() <= _TOLERANCE[self.grad.dtype]
+        exact = (ratio * torch.exp2(-exponent) - 1).abs() <= self._tolerance
         reading = torch.where(exact, exponent, float("nan"))
         self._readings.append(torch.where(usable, reading, float("inf")))  # inf: nothing to read, nan: no power of two
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from .errors import WrongRule
 from .gradients import ExampleGradients
 from .layout import Layout, Table
+from .numerics import unit_roundoff
 from .replay import check_losses_alone
 from .rerun import check_rows_alone
 from .separation import Codes, Measurement
@@ -39,7 +40,8 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
     known, zeros = tape.experience.layouts[head], tape.experience.zeros
     tape.marks.check_buffers()
     with tape.pause():
-        measurements = [Measurement(record, grad, len(losses)) for record, grad, _ in heard if record.key not in known]
+        coarsest = max((grad.dtype for _, grad, _ in heard), key=unit_roundoff, default=losses.dtype)
+        measurements = [Measurement(record, grad, len(losses), coarsest) for record, grad, _ in heard if record.key not in known]
     moving = [measurement for measurement in measurements if not measurement.is_zero]
     new_zeros = [measurement for measurement in measurements if measurement.is_zero and (head, measurement.record.key) not in zeros]
     placements: dict[int, Placement] = {}
@@ -63,9 +65,9 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
         gradients.finish()
         if not moving and not new_zeros:
             return gradients
-        lowest = max({grad.dtype for _, grad, _ in heard} | tape.marks.derived_dtypes, key=lambda dtype: _SUM_TOLERANCE[dtype])
+        lowest = max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff)
         conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
-    check_rows_alone(tape, len(losses), nodes, placements.values())
+    check_rows_alone(tape, losses, nodes, placements.values())
     check_losses_alone(tape, losses)
     if conclusive:
         zeros.update((head, measurement.record.key) for measurement in new_zeros)
