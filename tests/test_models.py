@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
 
     def forward(self, ids):
-        h = self.token(ids) + self.position(torch.arange(ids.shape[1]).unsqueeze(0))
+        h = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
         flat = self.norm(h).view(-1, 8)
         q, k, v = (
             part.view(*ids.shape, 2, 4).transpose(1, 2)
