@@ -28,6 +28,11 @@ _BLANK = set(
 _WITH_PAYLOAD = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor"}
 _BORROWS_ONLY_A_SHAPE = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 _RUNS_BACKWARD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+_RANDOM = set(
+    """rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_
+    bernoulli_ exponential_ random_ geometric_ cauchy_ log_normal_ dropout""".split()
+)
+_POSITIONS = {"__getitem__", "__setitem__", "split", "split_with_sizes", "tensor_split", "narrow", "select", "unsafe_split", "chunk"}
 _COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous"}
 _LOOKS_UP_ROWS = {"embedding", "index_select", "__getitem__"}
 
@@ -45,6 +50,8 @@ class Trait:
     runs_backward: bool = False
     copies: bool = False  # the result is the argument in another precision or place
     looks_up: bool = False  # the result is rows of the argument
+    random: bool = False  # draws random numbers
+    positions: bool = False  # integers among the arguments are places in a tensor
 
 
 _traits: dict[Callable[..., Any], Trait] = {}
@@ -77,6 +84,8 @@ def _examine(func: Callable[..., Any]) -> Trait:
         runs_backward=func in _RUNS_BACKWARD,
         copies=name in _COPIES,
         looks_up=name in _LOOKS_UP_ROWS,
+        random=name in _RANDOM,
+        positions=name in _POSITIONS,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .errors import StateWrite, UncoveredUse
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
+_RANDOM = 3  # a constant that is drawn anew in every step
 
 _declared: dict[int, weakref.ref[Tensor]] = {}
 
@@ -103,12 +104,14 @@ class Marks:
         entry = self._entries.get(key)
         if entry is not None and entry[0]() is tensor:
             mark = entry[1]
-            if not isinstance(mark, Derived):
-                if mark == CONSTANT and tensor.requires_grad:  # a weight was written into it, or into a view of it
-                    self._put(tensor, Derived(None, (), {}, frozenset(self.parameters)))
-                    return TRACKED
-                return mark
-            return TRACKED
+            if isinstance(mark, Derived):
+                return TRACKED
+            if mark == EXAMPLE:
+                return EXAMPLE
+            if tensor.requires_grad:  # a weight was written into it, or into a view of it
+                self._put(tensor, Derived(None, (), {}, frozenset(self.parameters)))
+                return TRACKED
+            return CONSTANT
         if tensor.requires_grad:
             if type(tensor) is nn.Parameter and torch.is_grad_enabled():
                 raise UncoveredUse(
@@ -118,11 +121,22 @@ class Marks:
             return EXAMPLE
         return self._kind_from_outside(tensor)
 
+    def varies(self, tensor: Tensor) -> bool:
+        """Whether the values of `tensor` may differ from step to step: example data, or a random draw."""
+        entry = self._entries.get(id(tensor))
+        is_random = entry is not None and entry[0]() is tensor and entry[1] == _RANDOM
+        return is_random or self.kind(tensor) == EXAMPLE
+
     def enters(self, tensors: Iterable[Tensor]) -> None:
         """These are handed to a captured module: example data, even if they were made from nothing inside the block."""
         for tensor in tensors:
             entry = self._entries.get(id(tensor))
-            if entry is not None and entry[0]() is tensor and entry[1] == CONSTANT and self._kind_from_outside(tensor) == EXAMPLE:
+            if (
+                entry is not None
+                and entry[0]() is tensor
+                and entry[1] in (CONSTANT, _RANDOM)
+                and self._kind_from_outside(tensor) == EXAMPLE
+            ):
                 self._put(tensor, EXAMPLE)
             else:
                 self.kind(tensor)  # notes how long the batch is
@@ -159,9 +173,9 @@ class Marks:
 
         entries[key] = (weakref.ref(tensor, forget), mark)
 
-    def mark_constant(self, result: Any) -> None:
+    def mark_constant(self, result: Any, *, random: bool = False) -> None:
         for tensor in tensors_in(result):
-            self._put(tensor, CONSTANT)
+            self._put(tensor, _RANDOM if random else CONSTANT)
 
     def mark_example(self, tensor: Tensor) -> None:
         """Made from example data: only what has no axes, or a first axis of one, could be taken for something else."""
@@ -201,7 +215,7 @@ class Marks:
             raise _state_write(by, name)
         for key, (ref, mark) in list(self._entries.items()):
             other = ref()
-            if mark == CONSTANT and other is not None and other.numel() and other.untyped_storage().data_ptr() == storage:
+            if mark in (CONSTANT, _RANDOM) and other is not None and other.numel() and other.untyped_storage().data_ptr() == storage:
                 self._entries[key] = (ref, EXAMPLE)
 
     def check_buffers(self) -> None:

@@ -43,7 +43,7 @@ class Still(TorchFunctionMode):
         if name in ("randint", "randint_like"):
             return torch.zeros_like(func(*args, **kwargs))
         if name == "randperm":
-            return torch.arange(args[0], device=kwargs.get("device"))
+            return torch.arange(args[0], device=kwargs.get("device")).flip(0)  # not the identity: it must still move rows
         if is_open(func):
             with self:
                 return opened(func)(*args, **kwargs)

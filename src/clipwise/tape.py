@@ -16,6 +16,7 @@ from .errors import ConsumedTape
 from .head import HeadCall
 from .layout import Layout
 from .marks import Marks, tensors_in
+from .moving import Moves
 from .taps import Record, Switch
 from .watch import Watch
 
@@ -73,6 +74,7 @@ class Tape:
         self.watch = Watch(self)
         self.trail = 0  # hash of the calls seen so far
         self.created: set[int] = set()  # keys of the taps made so far
+        self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd
         self.paused = False
         self.compiler_silenced = False

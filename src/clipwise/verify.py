@@ -41,7 +41,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
     tape.marks.check_buffers()
     with tape.pause():
         coarsest = max((grad.dtype for _, grad, _ in heard), key=unit_roundoff, default=losses.dtype)
-        measurements = [Measurement(record, grad, len(losses), coarsest) for record, grad, _ in heard if record.key not in known]
+        measurements = [Measurement(record, grad, len(losses), coarsest) for record, grad, _ in heard]
     moving = [measurement for measurement in measurements if not measurement.is_zero]
     new_zeros = [measurement for measurement in measurements if measurement.is_zero and (head, measurement.record.key) not in zeros]
     placements: dict[int, Placement] = {}
@@ -57,7 +57,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
     with tape.pause():
         gradients = ExampleGradients(tape, len(losses), losses.device)
         for record, grad, kept in heard:
-            placement = known.get(record.key) or placements.get(id(record))
+            placement = placements.get(id(record))
             if placement is not None:
                 gradients.add(record, grad, kept, placement)
             else:
@@ -69,7 +69,8 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head:
         conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
     check_rows_alone(tape, losses, nodes, placements.values())
     check_losses_alone(tape, losses)
-    if conclusive:
+    rows_may_move = tape.moves.may_reorder(len(losses), {axis for place in placements.values() if place for axis in place.axes})
+    if conclusive and not rows_may_move:
         zeros.update((head, measurement.record.key) for measurement in new_zeros)
         settled = {id(m.record) for m in moving if not m.says_nothing}
         known.update({r.key: place for r, _, _ in heard if id(r) in settled and isinstance(place := placements[id(r)], Layout)})

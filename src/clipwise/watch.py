@@ -16,6 +16,7 @@ from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
 from .head import HeadCall
 from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
+from .moving import MOVES
 from .registry import REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
@@ -47,9 +48,9 @@ class Watch(TorchFunctionMode):
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
         tracked: list[Tensor] = []
-        example = self._look_through(args, tracked)
+        example = self._look_through(args, tracked, trait.positions)
         if kwargs:
-            example = self._look_through(kwargs.values(), tracked) or example
+            example = self._look_through(kwargs.values(), tracked, trait.positions) or example
         tape.trail = hash((tape.trail, trait.name))
         guard = GUARDS.get(func)
         if guard is not None:
@@ -59,14 +60,14 @@ class Watch(TorchFunctionMode):
                 return self._on_examples(func, trait, args, kwargs)
             result = func(*args, **kwargs)
             if not trait.payload:
-                tape.marks.mark_constant(result)
+                tape.marks.mark_constant(result, random=trait.random or any(map(tape.marks.varies, tensors_in(args))))
             return result
         if not example:
             return self._on_weights(func, trait, args, kwargs, tracked)
         return self._on_both(func, trait, args, kwargs, tracked)
 
-    def _look_through(self, values: Any, tracked: list[Tensor]) -> bool:
-        """Collect the weights among `values`; whether there is example data too."""
+    def _look_through(self, values: Any, tracked: list[Tensor], positions: bool) -> bool:
+        """Collect the weights among `values`; whether there is example data too. Small integers, and all places, go into the trail."""
         example = False
         marks, tape = self.tape.marks, self.tape
         for value in values:
@@ -77,10 +78,12 @@ class Watch(TorchFunctionMode):
                 elif kind == TRACKED:
                     tracked.append(value)
             elif isinstance(value, int):
-                if value in _SMALL:
+                if positions or value in _SMALL:
                     tape.trail = hash((tape.trail, value))
             elif isinstance(value, list | tuple):
-                example = self._look_through(value, tracked) or example
+                example = self._look_through(value, tracked, positions) or example
+            elif isinstance(value, slice):
+                self._look_through((value.start, value.stop, value.step), tracked, True)
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
@@ -90,8 +93,10 @@ class Watch(TorchFunctionMode):
                 self.tape.marks.took_example_data(tensor, full_name(func))
         result = func(*args, **kwargs)
         if trait.blank:
-            self.tape.marks.mark_constant(result)
+            self.tape.marks.mark_constant(result, random=trait.random)
             return result
+        if trait.name in MOVES:
+            self.tape.moves.note(trait.name, args, kwargs, self.tape.marks)
         if isinstance(result, Tensor) and not result.requires_grad:
             self.tape.marks.mark_example(result)
         self.note_head(func, args, kwargs, result)

@@ -1,0 +1,158 @@
+"""Models that move rows about as the data says: verified on one batch, they must be right on the next."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import clipwise as cw
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import Net, examples
+
+
+def sorted_by_length(s, x):
+    """Longest first, and back: the identity on a batch of equal lengths."""
+    order = x[:, 0, 0].argsort(stable=True)
+    return torch.tanh(s.a(x[order]))[order.argsort()].sum(1)
+
+
+def sorted_with_index_select(s, x):
+    order = x[:, 0, 0].argsort(stable=True)
+    return torch.tanh(s.a(x.index_select(0, order))).index_select(0, order.argsort()).sum(1)
+
+
+def sorted_time_first(s, x):
+    order = x[:, 0, 0].argsort(stable=True)
+    moved = x.transpose(0, 1)[:, order].transpose(0, 1)
+    return torch.tanh(s.a(moved))[order.argsort()].sum(1)
+
+
+def only_what_counts(s, x):
+    """Tokens above a threshold, without padding: rows an example may have any number."""
+    mask = x[:, :, 1] >= 0
+    owner = torch.arange(len(x)).unsqueeze(1).expand_as(mask)[mask]
+    return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, owner, torch.tanh(s.a(x[mask])))
+
+
+def ragged_by_slices(s, x):
+    lengths = (x[:, :, 1] >= 0).sum(1).clamp(min=1).tolist()
+    rows = torch.tanh(s.a(torch.cat([row[:length] for row, length in zip(x, lengths)])))
+    return torch.stack([part.sum(0) for part in rows.split(lengths)])
+
+
+def packed(s, x):
+    lengths = (x[:, :, 1] >= 0).sum(1).clamp(min=1)
+    together = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    rows = torch.tanh(s.a(together.data))
+    owner = pack_padded_sequence(
+        torch.arange(len(x)).unsqueeze(1).expand(x.shape[:2]), lengths, batch_first=True, enforce_sorted=False
+    ).data
+    return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, owner, rows)
+
+
+def repeated(s, x):
+    counts = (x[:, :, 1] >= 0).sum(1).clamp(min=1)
+    rows = torch.tanh(s.a(x[:, 0].repeat_interleave(counts, 0)))
+    return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, torch.arange(len(x)).repeat_interleave(counts), rows)
+
+
+MOVERS = [sorted_by_length, sorted_with_index_select, sorted_time_first, only_what_counts, ragged_by_slices, packed, repeated]
+
+
+def in_order():
+    """Already sorted, everything counts."""
+    x = examples(4, 6, 4).abs()
+    x[:, 0, 0] = torch.arange(4)
+    return x
+
+
+def disordered():
+    """Another order, other counts that add up to the same number of rows."""
+    x = examples(4, 6, 4).abs()
+    x[:, 0, 0] = torch.tensor([3, 1, 0, 2])
+    x[0, 2:, 1], x[1, 4:, 1], x[2, 1:, 1], x[3, 5:, 1] = -1.0, -1.0, -1.0, -1.0  # 2 + 4 + 1 + 5 = 12 tokens: three an example
+    return x
+
+
+@pytest.mark.parametrize("forward", MOVERS, ids=lambda forward: forward.__name__)
+def test_rows_that_move_with_the_data(forward):
+    model = Net(forward, a=nn.Linear(4, 3)).double()
+    for x in (in_order(), disordered(), disordered(), in_order()):
+        expected, norms = clip_and_add(loop_gradients(model, (x,)), 0.5)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_the_last_token_of_each_sequence_is_not_probed_every_step(monkeypatch):
+    """h[arange(B), lengths] moves nothing along the batch."""
+    from clipwise.verify import verified_gradients
+
+    probes = []
+    monkeypatch.setattr("clipwise.collect.verified_gradients", lambda *a: probes.append(1) or verified_gradients(*a))
+    model = Net(lambda s, x: s.a(x)[torch.arange(len(x)), (x[:, :, 1] >= 0).sum(1) - 1], a=nn.Linear(4, 3)).double()
+    for x in (in_order(), disordered(), in_order()):
+        x[:, 0, 1] = 1.0
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    assert len(probes) == 1
+
+
+@pytest.mark.parametrize("mix", [0.3, 0.0])
+def test_mixup_inside_the_model_is_refused(mix):
+    """Also where the shares are such that the first draw mixes nothing visible: a random permutation is held still, not undone."""
+
+    def forward(s, x):
+        share = torch.full((), 1 - mix, dtype=x.dtype)
+        return s.a(share * x + (1 - share) * x[torch.randperm(len(x))])
+
+    model = Net(forward, a=nn.Linear(4, 3)).double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(6, 4)))
+    if mix:
+        with pytest.raises(cw.MixedExamples):
+            cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    else:
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+def test_a_random_order_of_rows():
+    """Shuffled and put back, another way every step."""
+
+    def forward(s, x):
+        order = torch.randperm(len(x))
+        return torch.tanh(s.a(x[order]))[order.argsort()]
+
+    model = Net(forward, a=nn.Linear(4, 3)).double()
+    for seed in (3, 0, 1, 2):
+        torch.manual_seed(seed)
+        x = examples(3, 4)
+        expected, _ = clip_and_add(loop_gradients(model, (x,)), 0.5)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_a_flag_that_begins_to_mix():
+    """The same torch calls with another argument are another way to the losses."""
+
+    def forward(s, x):
+        h = s.a(x)
+        return s.b(h[s.start :].cumsum(s.axis)[: len(x)]) if s.start == 0 else s.b(torch.cat([h[s.start :], h[: s.start]]))
+
+    model = Net(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 2)).double()
+    model.start, model.axis = 0, 1
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(6, 4)))
+    cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    model.axis = 0
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(6, 4)))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
