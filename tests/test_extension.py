@@ -79,7 +79,7 @@ def test_a_rewrite_may_decline(registry):
 def test_ones_own_rule_goes_before_a_spread(registry):
     seen = []
 
-    @cw.rule(torch.mul, torch.Tensor.mul, features=1)
+    @cw.rule(torch.mul, torch.Tensor.mul, features=1, replace=True)
     def multiply(call):
         seen.append(call.func)
         x, weight = call.args
@@ -89,9 +89,12 @@ def test_ones_own_rule_goes_before_a_spread(registry):
     assert seen
 
 
-def test_a_rule_needs_a_function():
+def test_a_rule_needs_a_function_that_is_not_covered():
     with pytest.raises(TypeError, match="name the torch function"):
         cw.rule()
+    for function in (F.linear, torch.mul, F.embedding):
+        with pytest.raises(ValueError, match="replace=True"):
+            cw.rule(function)
 
 
 FALLBACKS = {

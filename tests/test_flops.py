@@ -58,7 +58,8 @@ def private_step(model, x, loss):
 
 
 def largest(model, x, loss):
-    private_step(model, x, loss)  # verified
+    for _ in range(2):
+        private_step(model, x, loss)  # verified
     with LargestTensor() as mode:
         private_step(model, x, loss)
     return mode.elements
@@ -101,7 +102,8 @@ def test_gradients_are_not_kept_beyond_the_memory_budget(monkeypatch):
     monkeypatch.setattr("clipwise.planner._CPU_BUDGET", 0)
     monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device: cls(0)))
     model, x = nn.Linear(64, 64), torch.randn(8, 100, 64)
-    private_step(model, x, lambda out: out.square().sum((1, 2)))
+    for _ in range(2):
+        private_step(model, x, lambda out: out.square().sum((1, 2)))  # verified
     with FlopCounterMode(display=False) as counter:
         private_step(model, x, lambda out: out.square().sum((1, 2)))
     forward = 2 * 8 * 100 * 64 * 64

@@ -85,9 +85,25 @@ def test_an_uncovered_use_is_named():
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(4, 3), nn.GRU(4, 3), nn.RNN(4, 3)])
-def test_recurrent_layers_are_refused_by_name(layer):
-    with pytest.raises(cw.UncoveredUse, match="which has no rule"), cw.capture(layer):
+@pytest.mark.parametrize("fallback", [True, False])
+def test_recurrent_layers_are_refused_by_name(layer, fallback):
+    """… without a repair that would be refused as well."""
+    with pytest.raises(cw.UncoveredUse, match="which has no rule") as refused, cw.capture(layer, fallback=fallback):
         layer(torch.randn(2, 5, 4))
+    assert "are used by torch." in str(refused.value)
+    assert "fallback" not in str(refused.value)
+
+
+def test_articles():
+    from clipwise.marks import with_article
+
+    assert [with_article(name) for name in ("Linear", "Embedding", "LSTM", "GRU", "Net")] == [
+        "a Linear",
+        "an Embedding",
+        "an LSTM",
+        "a GRU",
+        "a Net",
+    ]
 
 
 def test_a_parameter_of_nobody():
@@ -186,10 +202,11 @@ def test_a_wrong_rule_is_caught_on_first_use(registry, method):
         cw.clipped_loss(tape, losses, cw.flat(1.0), method=method)
 
 
-def test_a_rule_that_owes_a_factor_is_caught(registry):
+@pytest.mark.parametrize("answer", [{}, None, "a tensor"])
+def test_a_rule_that_owes_a_factor_is_caught(registry, answer):
     @cw.rule(torch.cdist)
     def incomplete(call):
-        return {}
+        return {call.args[1]: call.args[1]} if answer == "a tensor" else answer
 
     model = Net(lambda s, x: torch.cdist(x, s.w), w=P(torch.randn(3, 4)))
     tape, losses = losses_of(model, torch.randn(5, 4))
@@ -208,8 +225,12 @@ def test_unknown_words_are_refused():
         cw.clipped_loss(tape, losses, 1.0)
     with pytest.raises(ValueError, match="parameter"):
         cw.per_example_norms(tape, losses, by="layer")
-    with pytest.raises(TypeError, match="module"), cw.capture(torch.randn(3)):
-        pass
+    for nonsense in (torch.randn(3), lambda x: x, [], ["model"]):
+        with pytest.raises(TypeError, match="module"), cw.capture(nonsense):
+            pass
+    for verb in (lambda: cw.clipped_loss(None, losses, cw.flat(1.0)), lambda: cw.per_example_norms(losses, losses)):
+        with pytest.raises(TypeError, match="as tape"):
+            verb()
     cw.clipped_loss(tape, losses, cw.flat(1.0))  # nothing was lost
 
 

@@ -152,6 +152,19 @@ def test_non_reentrant_checkpointing(method):
     assert_exact(model, examples(5, 2, 4), methods=[method])
 
 
+def test_checkpointing_with_dropout():
+    """The same draws with and without checkpointing, so the same norms."""
+    parts = dict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), drop=nn.Dropout(0.5))
+    found = []
+    for region in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+        model = Net(lambda s, x, region=region: s.b(region(nn.Sequential(s.a, s.drop), x)), **parts).double()
+        torch.manual_seed(0)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(torch.ones(6, 4, dtype=torch.float64)))
+        found.append(cw.per_example_norms(tape, losses))
+    torch.testing.assert_close(*found)
+
+
 def test_checkpointed_derived_weights():
     model = Net(
         lambda s, x: checkpoint(lambda h: F.linear(h, F.normalize(s.w, dim=1)).tanh(), s.a(x), use_reentrant=False),
@@ -377,6 +390,11 @@ def test_a_scripted_region_is_refused_by_name():
         cw.clipped_loss(tape, losses, cw.flat(1.0))
 
 
+def test_a_scripted_model_is_refused():
+    with pytest.raises(cw.UncoveredUse, match="TorchScript"), cw.capture(torch.jit.script(nn.Linear(4, 3))):
+        pass
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
@@ -399,8 +417,15 @@ def test_a_foreign_autograd_function_is_refused_by_name(scale):
         cw.clipped_loss(tape, losses, cw.flat(1.0))
 
 
+def test_a_foreign_autograd_function_is_named_where_it_is_the_only_use():
+    model = Net(lambda s, x: Double.apply(x, s.w), w=P(torch.randn(4, 3)))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(5, 4)))
+    with pytest.raises(cw.UnseenUse, match="DoubleBackward"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
 def test_a_foreign_autograd_function_without_weights_is_fine():
-    model = Net(lambda s, x: Double.apply(s.a(x), x.t() @ x * 0 + torch.eye(4, dtype=x.dtype)), a=nn.Linear(4, 4))
     model = Net(lambda s, x: Exp.apply(s.a(x)), a=nn.Linear(4, 4))
     assert_exact(model, examples(5, 4), methods=["bookkeep", "reweight", "nxbp"])
 

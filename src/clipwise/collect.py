@@ -40,6 +40,7 @@ _INDEPENDENT_REPAIR = "Compute them inside capture() with gradients enabled, fro
 def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleGradients:
     """The gradients of every example. `keep_graph` leaves the graph usable for another backward pass."""
     check_losses(tape, losses)
+    tape.marks.check_buffers()
     found = tape.recall(losses)
     if found is None:
         found = _collect_few(tape, losses, keep_graph) if len(losses) < 2 else _collect(tape, losses, keep_graph)
@@ -49,30 +50,30 @@ def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleG
 
 
 def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
-    head = fingerprint(losses)
-    known = tape.experience.layouts.setdefault(head, {})
-    is_new = not tape.created <= known.keys()
+    """One backward pass to the taps. Where the way to the losses is known, each tap is evaluated as it is heard."""
+    way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
+    known = tape.experience.layouts.get(way, {})
+    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
+    is_new = tape.experience.is_time_to_look_again() or not fits
     nodes = check_coverage(losses, tape.marks) if is_new else set()
     gradients = ExampleGradients(tape, len(losses), losses.device)
     waiting: list[Heard] = []
-    heard_any = False
+    heard: list[Record] = []
 
     def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
-        nonlocal heard_any
-        heard_any = True
+        heard.append(record)
         if is_new or record.output is not None:
             waiting.append((record, grad, kept))
         else:
             gradients.add(record, grad, kept, known[record.key])
 
     tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph)
-    if is_new:
-        found = verified_gradients(tape, losses, waiting, head, nodes)
-        if not heard_any:
-            raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
-        return found
-    if not heard_any:
+    tape.check_unspent(losses, heard)
+    if not heard:
+        check_coverage(losses, tape.marks)  # names a use that the tape did not see, if there is one
         raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
+    if is_new:
+        return verified_gradients(tape, losses, waiting, way, nodes)
     with tape.pause():
         for record, grad, kept in waiting:
             gradients.add(record, grad, kept, known[record.key])

@@ -44,10 +44,7 @@ def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
             parents = record.upstream
         else:
             if node.name() == "CheckpointFunctionBackward":
-                raise UncoveredUse(
-                    "torch.utils.checkpoint is used with use_reentrant=True, which runs the forward pass where no tape can follow.",
-                    "Pass use_reentrant=False: checkpoint(function, x, use_reentrant=False).",
-                )
+                raise reentrant_checkpoint()
             parents = [parent for parent, _ in node.next_functions]
         for parent in parents:
             if parent is not None and parent not in reached_from:
@@ -57,6 +54,13 @@ def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
         if variable is not None and id(variable) in marks.parameters and variable.requires_grad:
             raise _unseen(variable, node, reached_from, marks)
     return set(reached_from)
+
+
+def reentrant_checkpoint() -> UncoveredUse:
+    return UncoveredUse(
+        "torch.utils.checkpoint is used with use_reentrant=True, which runs the forward pass where no tape can follow.",
+        "Pass use_reentrant=False: checkpoint(function, x, use_reentrant=False).",
+    )
 
 
 def _unseen(parameter: Tensor, node: Any, reached_from: dict[Any, Any], marks: Marks) -> UnseenUse:

@@ -23,7 +23,7 @@ _NOTHING_TO_SEE = set(
 )
 _BLANK = set(
     """zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full
-    new_empty_strided arange linspace logspace zeros ones empty eye tril_indices triu_indices""".split()
+    new_empty_strided arange zeros ones empty eye tril_indices triu_indices""".split()
 )
 _WITH_PAYLOAD = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor"}
 _BORROWS_ONLY_A_SHAPE = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
@@ -32,7 +32,10 @@ _RANDOM = set(
     """rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_
     bernoulli_ exponential_ random_ geometric_ cauchy_ log_normal_ dropout""".split()
 )
-_POSITIONS = {"__getitem__", "__setitem__", "split", "split_with_sizes", "tensor_split", "narrow", "select", "unsafe_split", "chunk"}
+_TAKES_SIZES = set(
+    """view reshape expand repeat tile unflatten broadcast_to zeros ones empty full rand randn randint randperm arange eye linspace
+    new_zeros new_ones new_empty new_full resize_ interpolate one_hot repeat_interleave""".split()
+)
 _COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous"}
 _LOOKS_UP_ROWS = {"embedding", "index_select", "__getitem__"}
 
@@ -51,7 +54,7 @@ class Trait:
     copies: bool = False  # the result is the argument in another precision or place
     looks_up: bool = False  # the result is rows of the argument
     random: bool = False  # draws random numbers
-    positions: bool = False  # integers among the arguments are places in a tensor
+    takes_sizes: bool = False  # integers among the arguments may be sizes of the batch
 
 
 _traits: dict[Callable[..., Any], Trait] = {}
@@ -85,7 +88,7 @@ def _examine(func: Callable[..., Any]) -> Trait:
         copies=name in _COPIES,
         looks_up=name in _LOOKS_UP_ROWS,
         random=name in _RANDOM,
-        positions=name in _POSITIONS,
+        takes_sizes=name in _TAKES_SIZES,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,12 +61,12 @@ class ExampleGradients:
         for weight, factor in factors.items():
             self.add_factor(weight, factor)
 
-    def _checked(self, call: Call, factors: dict[Tensor, Factor]) -> dict[Tensor, Factor]:
+    def _checked(self, call: Call, factors: Any) -> dict[Tensor, Factor]:
         rows = call.output_grad.shape[0]
         for weight in call.tracked:
-            factor = factors.get(weight)
-            if factor is None or factor.shape != weight.shape or factor.batch != rows:
-                got = "none" if factor is None else f"one of shape {tuple(factor.shape)} with {factor.batch} rows"
+            factor = factors.get(weight) if isinstance(factors, dict) else None
+            if not isinstance(factor, Factor) or factor.shape != weight.shape or factor.batch != rows:
+                got = "none" if not isinstance(factor, Factor) else f"one of shape {tuple(factor.shape)} with {factor.batch} rows"
                 raise WrongRule(
                     f"the rule of {full_name(call.func)} owes {self._marks.describe([weight])} a factor of shape "
                     f"{tuple(weight.shape)} with {rows} rows, and returned {got}.",

@@ -6,6 +6,7 @@ only be measured (`Table`) holds for the batch it was measured on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,18 @@ def from_rows(rows: Tensor, axes: tuple[int, ...], shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every example has the same number k of rows. `block`: row r belongs to example r // k; `strided`: to r mod B."""
+    """Every example has the same number k of rows. `block`: row r belongs to example r // k; `strided`: to r mod B.
+
+    `single`: one row an example, in order. That says nothing of how more rows would be numbered.
+    """
 
     axes: tuple[int, ...]
     order: str
+
+    def fits(self, shape: torch.Size, batch: int) -> bool:
+        """Whether this layout can be that of a tensor of this shape."""
+        rows = math.prod(shape[axis] for axis in self.axes) if max(self.axes, default=-1) < len(shape) else -1
+        return rows == batch if self.order == "single" else rows > 0 and rows % batch == 0
 
     def grouping(self, rows: int, batch: int) -> EvenGrouping:
         return EvenGrouping(rows, batch, self.order)
@@ -61,13 +70,13 @@ class EvenGrouping:
 
     def __call__(self, rows: Tensor) -> Tensor:
         per_example = rows.shape[0] // self.batch
-        if self.order == "block":
+        if self.order != "strided":
             return rows.unflatten(0, (self.batch, per_example))
         return rows.unflatten(0, (per_example, self.batch)).transpose(0, 1)
 
     def owners(self) -> Tensor:
         rows = torch.arange(self.rows)
-        return rows // (self.rows // self.batch) if self.order == "block" else rows % self.batch
+        return rows % self.batch if self.order == "strided" else rows // (self.rows // self.batch)
 
 
 class TableGrouping:

@@ -177,10 +177,21 @@ class Marks:
         for tensor in tensors_in(result):
             self._put(tensor, _RANDOM if random else CONSTANT)
 
-    def mark_example(self, tensor: Tensor) -> None:
+    def mark_example(self, result: Any) -> None:
         """Made from example data: only what has no axes, or a first axis of one, could be taken for something else."""
-        if tensor.dim() == 0 or tensor.shape[0] == 1:
-            self._put(tensor, EXAMPLE)
+        for tensor in tensors_in(result):
+            if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1):
+                self._put(tensor, EXAMPLE)
+
+    def version_of(self, number: Tensor) -> int:
+        """Tells whether a buffer or frozen weight without axes was changed: a coefficient that a schedule sets."""
+        return number._version if id(number) in self._state else 0
+
+    def name_of_storage(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer whose memory this is, or a part of."""
+        if nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
+            return None
+        return self._state_storages.get(tensor.untyped_storage().data_ptr()) or self.names.get(id(tensor))
 
     def mark_derived(
         self, result: Any, func: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor]
@@ -195,6 +206,9 @@ class Marks:
                     derived = Derived(func, args, kwargs, frozenset().union(*map(self.roots, tracked)))
                     self.derived_dtypes.add(tensor.dtype)
                 self._put(tensor, derived)
+                base = tensor._base
+                if base is not None and id(base) not in self._state and self.derived(base) is None:
+                    self._put(base, Derived(None, (), {}, derived.roots))  # a tensor that only exists inside the function
 
     def changed_in_place(self, target: Tensor, tracked: list[Tensor]) -> None:
         """`target` took in weights: how it was made says no longer what it is."""
@@ -209,8 +223,7 @@ class Marks:
         """Example data is about to be written into `target`."""
         if target.numel() == 0:
             return
-        storage = target.untyped_storage().data_ptr()
-        name = self._state_storages.get(storage) or self.names.get(id(target))
+        storage, name = target.untyped_storage().data_ptr(), self.name_of_storage(target)
         if name is not None:
             raise _state_write(by, name)
         for key, (ref, mark) in list(self._entries.items()):
@@ -234,8 +247,14 @@ class Marks:
         """` (in encoder.proj, a GatedLinear)` for the first parameter behind `tensors`."""
         for key in sorted(frozenset().union(*map(self.roots, tensors)), key=lambda key: self.names[key]):
             path, module = self.owners[key]
-            return f" (in {path or 'the model itself'}, a {type(module).__name__})"
+            return f" (in {path or 'the model itself'}, {with_article(type(module).__name__)})"
         return ""
+
+
+def with_article(name: str) -> str:
+    """a Linear, an Embedding, an LSTM."""
+    spelt_out = len(name) > 1 and name[:2].isupper()
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if spelt_out else 'AEIOaeio') else 'a'} {name}"
 
 
 def _state_write(by: str, name: str) -> StateWrite:

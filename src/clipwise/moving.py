@@ -1,8 +1,10 @@
-"""Calls that may move rows from one place in the batch to another, as the data or chance says.
+"""Which calls may move or mix rows as the data says, so that what was measured on one batch need not hold for the next.
 
-Where the examples lie is remembered between steps, because ordinary torch calls treat every batch alike. Indexing does not:
-sorting by length is the identity on one batch and a shuffle on the next, and so is dropping padding. If an index that varies
-reaches along an axis that may hold the examples, nothing is remembered and every batch is measured.
+Where the examples lie is remembered between steps. That is sound for calls whose dependence between rows is the same for any
+content: entry-wise functions, reductions along an axis, products that keep the batch apart. Indexing is not such a call
+(sorting by length is the identity on one batch and a shuffle on the next), nor is a product with a matrix from the data (a
+permutation, an adjacency). A call that is not known to be plain is taken for one that moves rows: then nothing is remembered
+and every batch is measured.
 """
 
 from __future__ import annotations
@@ -16,55 +18,110 @@ from torch import Tensor
 
 from .marks import Marks
 
-_ANYWHERE = {"masked_select", "_pack_padded_sequence", "repeat_interleave", "unique", "unique_consecutive", "nested_tensor", "take"}
-_ALONG_DIM = {"index_select", "index_copy", "index_add", "index_fill", "index_reduce"}
-_ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk"}
+PLAIN = set(
+    """abs absolute acos acosh add addcdiv addcmul adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d all alpha_dropout amax amin aminmax angle any arange argmax argmin argsort asin asinh
+    as_tensor atan atan2 atanh avg_pool1d avg_pool2d avg_pool3d batch_norm baddbmm_ bernoulli binary_cross_entropy
+    binary_cross_entropy_with_logits bitwise_and bitwise_not bitwise_or bitwise_xor bool broadcast_tensors broadcast_to byte cat ceil
+    celu channel_shuffle chunk clamp clamp_max clamp_min clip clone column_stack complex concat concatenate conj constant_pad_nd
+    contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d copy copysign cos cosh cosine_similarity
+    count_nonzero cpu cross_entropy cross_entropy_loss ctc_loss cuda cummax cummin cumprod cumsum deg2rad detach diag_embed diagonal
+    diff digamma div divide dot_product double dropout dropout1d dropout2d dropout3d dstack elu empty empty_like eq erf erfc
+    erfinv exp exp2 expand expand_as expm1 eye fft fft2 fill flatten flip fliplr float floor floor_divide fmax fmin fmod fold
+    fractional_max_pool2d full full_like gaussian_nll_loss ge gelu glu greater greater_equal group_norm gt gumbel_softmax half
+    hardshrink hardsigmoid hardswish hardtanh heaviside hinge_embedding_loss hstack huber_loss hypot ifft instance_norm int
+    interpolate irfft isclose isfinite isinf isnan item kl_div l1_loss layer_norm le leaky_relu lerp less less_equal lgamma linear
+    linspace local_response_norm log log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or logical_xor logit
+    logsigmoid logsumexp long lp_pool1d lp_pool2d lt masked_fill max max_pool1d max_pool2d max_pool3d maximum mean median min minimum
+    mish mode moveaxis movedim mse_loss mT mul multi_head_attention_forward multi_margin_loss nan_to_num nanmean nansum narrow
+    native_layer_norm ne neg new_empty new_full new_ones new_tensor new_zeros nll_loss nll_loss_nd norm normalize not_equal one_hot
+    ones ones_like pad permute pixel_shuffle pixel_unshuffle poisson_nll_loss polar pow prelu prod quantile rad2deg rand rand_like
+    randint randn randn_like reciprocal relu relu6 remainder repeat requires_grad_ reshape resolve_conj rfft rms_norm roll rot90
+    round rrelu rsqrt rsub scaled_dot_product_attention select selu sgn sigmoid sign signbit silu sin sinc sinh smooth_l1_loss
+    soft_margin_loss softmax softmin softplus softshrink softsign special split sqrt square squeeze stack std std_mean sub subtract
+    sum swapaxes swapdims T t tan tanh tanhshrink tensor tensor_split threshold tile to trace transpose tril triplet_margin_loss triu
+    true_divide trunc type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze upsample var var_mean vector_norm view
+    view_as view_as_complex view_as_real vsplit vstack where xlogy zero zeros zeros_like real imag data H mH
+    uniform normal exponential random geometric cauchy log_normal rms_norm_ feature_alpha_dropout feature_dropout max_unpool1d
+    max_unpool2d max_unpool3d native_group_norm linalg_norm linalg_vector_norm matrix_norm outer cross bincount histc
+    split_with_sizes alias detach_ retain_grad hardswish_ clamp_ set_ apply_ map_ share_memory_ pin_memory index_fill""".split()
+)
+_ENTRYWISE = set(
+    """add sub subtract rsub mul multiply div divide true_divide floor_divide pow where lerp maximum minimum fmax fmin atan2 hypot fmod
+    remainder addcmul addcdiv clamp eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor xlogy
+    masked_fill copysign logaddexp heaviside max min""".split()
+)
+_ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
+_ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}
+_ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk", "kthvalue"}
 _BY_INDEX = {"__getitem__", "__setitem__", "index_put"}
-MOVES = _ANYWHERE | _ALONG_DIM | _ROW_BY_ROW | _BY_INDEX
-MOVES |= {f"{name}_" for name in MOVES if not name.startswith("_")}
+_PRODUCTS = {"matmul", "mm", "mv", "dot", "bmm", "baddbmm", "addmm", "addmv", "addbmm", "cdist", "vdot", "inner", "tensordot", "einsum"}
+_ATTENTION = {"scaled_dot_product_attention"}
 
 
 @dataclass
 class Moves:
-    """What was indexed with something that varies: lengths of such axes, and axes of functions that keep rows apart otherwise."""
+    """What may depend on content, as lengths of axes: it matters if they may hold the examples, which only the losses tell."""
 
-    anywhere: bool = False
-    lengths: set[int] = field(default_factory=set)
-    axes: set[tuple[int, int]] = field(default_factory=set)  # (axis, length)
+    unknown: set[str] = field(default_factory=set)  # calls nobody vouched for
+    lengths: set[int] = field(default_factory=set)  # axes indexed by something that varies
+    axes: set[tuple[int, int]] = field(default_factory=set)  # (axis, length) of functions that keep other axes apart
+    contracted: set[tuple[int, int]] = field(default_factory=set)  # (product of the axes kept apart, length of the axis added over)
 
-    def may_reorder(self, batch: int, row_axes: Iterable[int]) -> bool:
-        """Whether examples lying along `row_axes` may have been moved."""
+    def may_move_rows(self, batch: int, row_axes: Iterable[int]) -> bool:
+        """Whether examples lying along `row_axes` at the taps may have been moved or mixed as the data said."""
         along = set(row_axes)
         return (
-            self.anywhere
+            bool(self.unknown)
             or any(_holds(length, batch) for length in self.lengths)
             or any(axis in along and _holds(length, batch) for axis, length in self.axes)
+            or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
         )
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
-        """A call of one of MOVES on example data."""
-        plain = name.rstrip("_") if not name.startswith("_") else name
-        source = args[0] if args else None
-        if plain in _BY_INDEX:
-            self._note_index(source, args[1] if len(args) > 1 else None, marks)
-        elif not isinstance(source, Tensor):
-            self.anywhere = True
-        elif plain in _ANYWHERE:
-            others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
-            self.anywhere = self.anywhere or plain != "repeat_interleave" or any(map(marks.varies, others))
-        elif source.dim():
-            axis = _dim(plain, args, kwargs) % source.dim()
+        """A call on example data."""
+        plain = name if name.startswith("_") else name.rstrip("_")
+        if plain in _ATTENTION:
+            self._note_attention(args, kwargs)
+        if plain in _ENTRYWISE:
+            self._note_broadcast(args, kwargs, marks)
+        elif plain in PLAIN or name in PLAIN:
+            return
+        elif plain in _BY_INDEX:
+            self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
+        elif plain == "embedding":
+            self._note_lookup(args, marks)
+        elif plain in _ROW_BY_ROW | _ALONG_DIM and args and isinstance(args[0], Tensor) and args[0].dim():
+            axis = _dim(plain, args, kwargs) % args[0].dim()
             if plain in _ROW_BY_ROW:
-                self.axes.add((axis, source.shape[axis]))
+                self.axes.add((axis, args[0].shape[axis]))
             elif any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
-                self.lengths.add(source.shape[axis])
+                self.lengths.add(args[0].shape[axis])
+        elif plain in _PRODUCTS:
+            self._note_product(plain, args, kwargs, marks)
+        else:
+            self.unknown.add(name)
+
+    def _note_broadcast(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
+        """An entry-wise function that repeats example data along a new first axis: l (N,) against a mask (U, N) groups by content."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        if len(tensors) < 2 or tensors[0].shape == tensors[1].shape:
+            return
+        widest = max(tensor.dim() for tensor in tensors)
+        longest = max(tensor.shape[0] for tensor in tensors if tensor.dim() == widest)
+        for tensor in tensors:
+            repeated = tensor.dim() < widest or (tensor.shape[0] == 1 and longest > 1)
+            if repeated and not tensor.requires_grad and not marks.varies(tensor):
+                continue
+            if repeated:
+                self.lengths.update(tensor.shape[int(tensor.shape[0] == 1 and tensor.dim() > 1) :][:1])
 
     def _note_index(self, source: Any, index: Any, marks: Marks) -> None:
         """x[order], x[:, order], x[mask]. Several index tensors go together: a fixed one as long as the batch holds the rows in place."""
         if not isinstance(source, Tensor):
             return
         items = index if isinstance(index, tuple) else (index,)
-        used = sum(item.dim() if _is_mask(item) else 1 for item in items if item is not None and item is not Ellipsis and item is not True)
+        used = sum(item.dim() if _is_mask(item) else 1 for item in items if item is not None and item is not Ellipsis)
         axis = 0
         found: list[int] = []
         fixed: list[int] = []
@@ -75,13 +132,36 @@ class Moves:
             if item is None:
                 continue
             width = item.dim() if _is_mask(item) else 1
-            if isinstance(item, Tensor | list):
-                lengths = source.shape[axis : axis + width]
+            if isinstance(item, list) or (isinstance(item, Tensor) and item.dim()):
                 varies = isinstance(item, list) or marks.varies(item)
-                (found if varies else fixed).extend(lengths if isinstance(item, list) or item.dim() else [])
+                (found if varies else fixed).extend(source.shape[axis : axis + width])
             axis += width
         if not any(length in fixed for length in source.shape[:1]):
             self.lengths.update(found)
+
+    def _note_lookup(self, args: tuple[Any, ...], marks: Marks) -> None:
+        """A table that is example data itself: a look-up is an index."""
+        self.lengths.update(
+            value.shape[0] for value in args if isinstance(value, Tensor) and value.is_floating_point() and marks.varies(value)
+        )
+
+    def _note_product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
+        """A product of two tensors from the data, which may be a permutation of rows."""
+        operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        operands += [item for value in args if isinstance(value, list | tuple) for item in value if isinstance(item, Tensor)]
+        if sum(tensor.requires_grad or marks.varies(tensor) for tensor in operands) < 2:
+            return
+        if name in ("einsum", "tensordot", "inner", "addbmm", "vdot", "dot") or any(tensor.dim() < 3 for tensor in operands[-2:]):
+            self.lengths.update(size for tensor in operands for size in tensor.shape)
+            return
+        a, b = operands[-2:]
+        self.contracted.add((b.shape[:-2].numel(), b.shape[-2]))
+        self.contracted.add((a.shape[:-2].numel(), a.shape[-1]))
+
+    def _note_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = args[1] if len(args) > 1 else kwargs.get("key")
+        if isinstance(key, Tensor):
+            self.contracted.add((key.shape[:-2].numel(), key.shape[-2]))
 
 
 def _is_mask(item: Any) -> bool:
@@ -94,6 +174,6 @@ def _holds(length: int, batch: int) -> bool:
 
 def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     default = 0 if name == "msort" else -1
-    place = 2 if name in ("topk", "take_along_dim") else 1
+    place = 2 if name in ("topk", "take_along_dim", "kthvalue", "repeat_interleave") else 1
     given = kwargs.get("dim", args[place] if len(args) > place else default)
     return given if isinstance(given, int) and not isinstance(given, bool) else default

@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-_UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_UNIT_ROUNDOFF: dict[torch.dtype, float] = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
 _BLOCK = 1024  # elements added in working precision before the sum moves to float64
 _SMALL = 2**16  # numbers that are converted to float64 outright
 _SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms to underflow
@@ -76,8 +81,20 @@ def squared_norms(rows: Tensor) -> Tensor:
 def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """weights[i]·rows[i]; a row of weight zero becomes exactly zero even where it holds NaN or Inf. rows: (B, ...), weights: (B,)"""
     rows = to_accumulate(rows)
-    shaped = weights.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
-    return drop_rows(rows * shaped, weights)
+    exact = in_working_precision(weights, rows.dtype)
+    scaled = rows * exact.view(-1, *[1] * (rows.dim() - 1))
+    return drop_rows(scaled, exact)
+
+
+def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in another precision, never larger than they were; below the smallest normal number they are zero.
+
+    A denormal weight is rounded by up to half its size, which would let an example of norm 1e44 through at twice the bound.
+    """
+    cast = weights.to(dtype)
+    lower = (weights * (1 - 2 * unit_roundoff(dtype))).to(dtype)
+    cast = torch.where(cast > weights, lower, cast)
+    return torch.where(cast < torch.finfo(dtype).tiny, 0.0, cast)
 
 
 def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:

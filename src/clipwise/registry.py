@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .factors import Factor
+from .functions import full_name
 from .layout import to_rows
 
 Function = Callable[..., Any]
@@ -96,17 +97,20 @@ def all_but_last(count: int) -> RowAxes:
     return lambda use, dims: tuple(range(dims - count))
 
 
-def rule(*functions: Function, features: int = 1) -> Callable[[_F], _F]:
+def rule(*functions: Function, features: int = 1, replace: bool = False) -> Callable[[_F], _F]:
     """Register how a torch function's weights get their per-example gradients.
 
     The decorated function takes a `Call` and returns {weight: factor}. `features` is the number of trailing axes of the
     output that belong to one row (1 for `linear`, 3 for `conv2d`). On first use the factors are compared with autograd's
-    own gradient, so a wrong rule is refused, not believed.
+    own gradient, so a wrong rule is refused, not believed. A function that clipwise covers itself needs `replace=True`.
 
         @clipwise.rule(my_function)
         def my_rule(call):
             return {call.args[1]: clipwise.Outer(call.output_grad, call.args[0])}
     """
+    covered = [function for function in functions if function in REWRITES or function in SPREADS or function in RULES]
+    if covered and not replace:
+        raise ValueError(f"{', '.join(map(full_name, covered))} is covered already; pass replace=True to use your own rule instead")
     return _register(functions, all_but_last(features))
 
 

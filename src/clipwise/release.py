@@ -24,6 +24,7 @@ def per_example_norms(tape: Tape, losses: Tensor, *, by: str | None = None) -> T
     Never less than the true norm of what clipping releases. May be followed by `clipped_loss` on the same losses, which
     then re-uses the work.
     """
+    _check_tape(tape)
     if by not in (None, "parameter"):
         raise ValueError(f'by must be None or "parameter", got {by!r}')
     with tape.pause():
@@ -55,7 +56,13 @@ def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str 
     return _HandOut.apply(value, len(names), *sums, *(parameters[name] for name in names))
 
 
+def _check_tape(tape: Tape) -> None:
+    if not isinstance(tape, Tape):
+        raise TypeError(f"the first argument is the tape of `with capture(model) as tape:`, got {type(tape).__name__}")
+
+
 def _clipped(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped:
+    _check_tape(tape)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     if not isinstance(clipping, Clipping):

@@ -1,8 +1,10 @@
-"""Does the loss of one example change when other examples' outputs and targets are exchanged?
+"""Does the loss of one example change when other examples' inputs and targets are exchanged, or leave?
 
-Between the model's output and the losses lies the user's own arithmetic. Mixing there may leave no gradient path: targets
-of shape (B,) against outputs of shape (B, 1), weights from batch statistics, a detached mean. The tape has seen the torch
-calls; they are run again with other examples' rows exchanged, and the remaining losses must not move.
+Inside the block, before and after the model and between captured modules, lies the user's own arithmetic. Mixing there may
+leave no gradient path: targets of shape (B,) against outputs of shape (B, 1), weights from batch statistics, a detached
+mean, a division by a count. The tape has noted the torch calls and the calls of captured modules; they are run again with
+other examples exchanged, and once with some of them gone, and the remaining losses must not move. Weights that take part
+outside the modules must keep their gradient too.
 """
 
 from __future__ import annotations
@@ -12,91 +14,180 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .again import isolated, random_fingerprint, random_states_kept, same_draws, stillness
 from .errors import MixedExamples
 from .functions import full_name
-from .head import HeadCall
-from .marks import EXAMPLE, Marks, tensors_in
-from .rerun import TOLERANCE, undisturbed
-from .still import Still
+from .marks import EXAMPLE, TRACKED
+from .program import leading_to, loose_ends
+from .reading import Exchange, Reading
+from .rerun import TRIALS, WITH_OTHER_SHAPES, allowed
+from .structure import every_tensor, map_tensors
 from .tape import Tape
 
 _WEIGHTED_BY_CLASS = {F.cross_entropy, F.nll_loss, F.multi_margin_loss, F.binary_cross_entropy_with_logits}
+_LOOK_UPS = {torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.gather, torch.Tensor.gather}
 
 
-def check_losses_alone(tape: Tape, losses: Tensor) -> None:
-    """Refuse if exchanging some examples' rows changes the losses of the others."""
-    calls, batch = _needed(tape.head_calls, losses), len(losses)
-    if not calls:
-        return
-    kept = torch.tensor(sorted(random.Random().sample(range(batch), (batch + 1) // 2)))
-    source = torch.arange(batch)
-    others = torch.ones(batch, dtype=torch.bool).index_fill_(0, kept, False)
-    source[others] = kept[torch.randint(len(kept), (int(others.sum()),), generator=torch.Generator().manual_seed(random.getrandbits(32)))]
-    with tape.pause(), undisturbed(tape.modules):
-        try:
-            plain = _run(calls, losses, None, tape.marks)
-            exchanged = _run(calls, losses, source, tape.marks)
-        except Exception:  # a call that cannot be run twice says nothing
-            return
-        before, after = plain[kept].double(), exchanged[kept].double()
-        error, size = (after - before).abs(), before.abs()
-        finite = error.isfinite() & size.isfinite()
-        scale = size[finite].max() if bool(finite.any()) else size.new_zeros(())
-        if bool((error[finite] > TOLERANCE[losses.dtype] * scale).any()):
+def check_losses_alone(tape: Tape, losses: Tensor, reading: Reading) -> None:
+    """Refuse if exchanging some examples, or taking them away, changes the losses of the rest."""
+    with tape.pause(), tape.eagerly(), random_states_kept():
+        replay = _Replay(tape, losses)
+        if replay.targets and not any(replay.passes(choice) for choice in replay.choices(reading)):
             raise MixedExamples(
-                "the loss of one example changes with the outputs or targets of other examples "
-                f"(between the model's output and the losses: {', '.join(dict.fromkeys(full_name(call.func) for call in calls))}).",
+                "the loss of one example changes with the inputs or targets of other examples (among the calls that lead to the losses: "
+                f"{replay.names()}).",
                 "Compare shapes: targets of shape (B,) against outputs of shape (B, 1) give a (B, B) matrix. Statistics over the batch "
                 "(means, counts, ranks) do not belong into a loss per example; declare shared tensors with clipwise.constant(x).",
             )
 
 
-def _needed(calls: list[HeadCall], losses: Tensor) -> list[HeadCall]:
-    """The calls that lead to the losses, in order."""
-    wanted = {id(losses)}
-    needed = []
-    for call in reversed(calls):
-        if any(id(tensor) in wanted for tensor in tensors_in(call.result)):
-            needed.append(call)
-            wanted.update(id(tensor) for tensor in tensors_in((call.args, call.kwargs)))
-    return needed[::-1]
+class _Replay:
+    """The calls of the block, run again with other inputs."""
 
+    reading: Reading  # of the run at hand
 
-def _class_weights(calls: list[HeadCall]) -> set[int]:
-    """Arguments that have an entry a class, not an example, even where these are equally many."""
-    found = [call.kwargs.get(name) for call in calls if call.func in _WEIGHTED_BY_CLASS for name in ("weight", "pos_weight")]
-    found += [call.args[2] for call in calls if call.func in _WEIGHTED_BY_CLASS and len(call.args) > 2]
-    return {id(tensor) for tensor in found if isinstance(tensor, Tensor)}
+    def __init__(self, tape: Tape, losses: Tensor):
+        self.marks = tape.marks
+        self.share_parameters = not tape.writes_parameters
+        self.parameters = list(tape.marks.trainable().values())
+        self.targets = [losses]
+        program = [call for call in tape.program if not (call.from_nothing and self._is_example_data(call.result))]
+        self.calls = leading_to(program, self.targets)
+        if not self.calls:  # the last step to the losses was not a torch call: look at what went into it
+            ends = [end for end in loose_ends(program) if end.is_floating_point() and end.dim() and len(end) == len(losses)]
+            self.targets = ends
+            self.calls = leading_to(program, ends)
+        self.shared = self._shared()
 
+    def _is_example_data(self, result: Any) -> bool:
+        """Inputs that were made inside the block, from nothing, stand for example data all the same."""
+        return any(self.marks.kind(tensor) == EXAMPLE for tensor in every_tensor(result))
 
-def _run(calls: list[HeadCall], losses: Tensor, source: Tensor | None, marks: Marks) -> Tensor:
-    """The calls once more; every tensor from outside them that has a row an example takes row source[i] for row i."""
-    made: dict[int, Any] = {}
-    shared = _class_weights(calls)
+    def choices(self, reading: Reading) -> list[Reading]:
+        """Ways to read what comes from outside; the one that held for the modules first."""
+        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
+        inputs = [
+            t for call in self.calls for t in every_tensor([call.args, call.kwargs]) if id(t) not in made and id(t) not in self.shared
+        ]
+        choices = reading.choices(inputs)
+        return [reading, *(choice for choice in choices if choice is not reading)] if reading.swapped or reading.squares_shared else choices
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Tensor):
+    def names(self) -> str:
+        functions = [call.func for call in self.calls]
+        return ", ".join(dict.fromkeys(type(f).__name__ if isinstance(f, nn.Module) else full_name(f) for f in functions))
+
+    def _shared(self) -> set[int]:
+        """Tensors with an entry a class rather than an example: class weights, tables that are looked up, and what they are made of."""
+        shared: set[int] = set()
+        for call in self.calls:
+            if call.func in _WEIGHTED_BY_CLASS:
+                found = [call.kwargs.get("weight"), call.kwargs.get("pos_weight"), *call.args[2:3]]
+                shared |= {id(tensor) for tensor in found if isinstance(tensor, Tensor)}
+            if call.func in _LOOK_UPS and any(isinstance(value, Tensor) for value in call.args[1:]):
+                table, *index = call.args
+                if isinstance(table, Tensor) and not table.requires_grad and not any(isinstance(value, tuple) for value in index):
+                    shared.add(id(table))
+        for call in reversed(self.calls):
+            if any(id(tensor) in shared for tensor in every_tensor(call.result)):
+                shared |= {id(tensor) for tensor in every_tensor([call.args, call.kwargs])}
+        return shared
+
+    def passes(self, reading: Reading) -> bool:
+        """Whether the kept losses are the same in every run, the inputs read this way."""
+        self.reading = reading
+        same_draws()
+        before = random_fingerprint()
+        try:
+            plain = self._run(None)
+        except Exception:  # a call that cannot be run twice says nothing
+            return True
+        drew_numbers = random_fingerprint() != before
+        for strange in (False, True):
+            for trial in range(TRIALS):
+                exchange = Exchange.draw(self.reading, strange)
+                try:
+                    if not self._same(plain, self._run(exchange), sorted(exchange.kept)):
+                        return False
+                    if trial == 0 and not self._same_gradient(exchange):
+                        return False
+                except Exception:
+                    break  # the calls need not accept rows that no record has
+        return self._same_without_others(plain, drew_numbers)
+
+    def _same(self, before: list[Tensor], after: list[Tensor], kept: list[int], tolerance: float | None = None) -> bool:
+        for a, b in zip(before, after):
+            x, y = a.detach()[kept].double(), b.detach().double() if tolerance else b.detach()[kept].double()
+            if x.shape != y.shape:
+                return tolerance is not None
+            error, size = (x - y).abs(), x.abs()
+            finite = error.isfinite() & size.isfinite()
+            if bool(finite.any()) and bool((error[finite] > (tolerance or allowed(a)) * size[finite].max()).any()):
+                return False
+        return True
+
+    def _same_gradient(self, exchange: Exchange) -> bool:
+        """Of a combination of the kept losses, with respect to weights used outside the modules."""
+        found = []
+        for run in (None, exchange):
+            outputs = [output for output in self._run(run, with_gradient=True) if output.requires_grad]
+            if not outputs:
+                return True
+            kept = [output[sorted(exchange.kept)] for output in outputs]
+            probes = [torch.linspace(0.5, 1.5, k.numel(), device=k.device).view(k.shape).to(k.dtype) for k in kept]
+            found.append(torch.autograd.grad(kept, self.parameters, probes, allow_unused=True, retain_graph=True))
+        for a, b in zip(*found):
+            if a is not None and b is not None:
+                difference, size = float((a.double() - b.double()).norm()), float(a.double().norm())
+                if difference == difference and difference > max(allowed(a), *(allowed(t) for t in self.targets)) * size:
+                    return False
+        return True
+
+    def _same_without_others(self, plain: list[Tensor], drew_numbers: bool) -> bool:
+        """A count over the batch shows when examples leave. Calls with sizes written into them cannot be run that way, and say nothing."""
+        kept = sorted(random.Random().sample(range(self.reading.batch), max(1, self.reading.batch // 4)))
+        try:
+            if drew_numbers:
+                plain = self._run(None, still=True)
+            part = self._run(lambda value: self.reading.select(value, kept), still=drew_numbers)
+        except Exception:
+            return True
+        return self._same(plain, part, kept, WITH_OTHER_SHAPES)
+
+    def _run(self, substitute: Any, *, still: bool = False, with_gradient: bool = False) -> list[Tensor]:
+        """The targets, with every tensor that comes from outside these calls put through `substitute`."""
+        made: dict[int, Any] = {}
+
+        def fill(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                outside = not any(id(item) in made or id(item) in self.shared for item in value if isinstance(item, Tensor))
+                return substitute(value) if substitute is not None and outside and self.reading.is_list_of_examples(value) else value
             if id(value) not in made:
-                is_shared = id(value) in shared or marks.kind(value) != EXAMPLE
-                made[id(value)] = _exchanged(value, None if is_shared else source, len(losses))
+                made[id(value)] = self._outside(value, substitute)
             return made[id(value)]
-        if isinstance(value, list | tuple):
-            return type(value)(map(fill, value))
-        return value
 
-    torch.manual_seed(0)
-    with Still():
-        for call in calls:
-            result = call.func(*fill(tuple(call.args)), **{name: fill(value) for name, value in call.kwargs.items()})
-            for old, new in zip(tensors_in(call.result), tensors_in(result)):
-                made[id(old)] = new
-    return made[id(losses)]
+        copies: dict[int, nn.Module] = {}
+        same_draws()
+        with stillness(still), torch.set_grad_enabled(with_gradient):
+            for call in self.calls:
+                args, kwargs = map_tensors((call.args, call.kwargs), fill)
+                with call.autocast():
+                    if isinstance(call.func, nn.Module):
+                        module = copies.setdefault(id(call.func), isolated(call.func, share_parameters=self.share_parameters))
+                        with torch.no_grad():
+                            result = module(*args, **kwargs)
+                    else:
+                        result = call.func(*args, **kwargs)
+                changed = args[0] if result is None and args else result
+                for old, new in zip(every_tensor(call.result), every_tensor(changed)):
+                    made[id(old)] = new
+        return [made[id(target)] for target in self.targets]
 
-
-def _exchanged(tensor: Tensor, source: Tensor | None, batch: int) -> Tensor:
-    axis = next((axis for axis in (0, 1) if axis < tensor.dim() and tensor.shape[axis] == batch), None)
-    if source is None or axis is None:
-        return tensor.detach().clone()
-    return tensor.detach().index_select(axis, source.to(tensor.device))
+    def _outside(self, tensor: Tensor, substitute: Any) -> Tensor:
+        kind = self.marks.kind(tensor)
+        if kind == TRACKED:
+            return tensor
+        if kind != EXAMPLE or id(tensor) in self.shared or substitute is None:
+            return tensor.detach().clone()
+        return substitute(tensor)

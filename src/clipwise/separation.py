@@ -25,10 +25,10 @@ from .rules.spread import spread_rule
 from .taps import Record
 
 # How far a gradient may be off its power of two. Nothing moves it but the order of atomic additions, on a GPU, anywhere on
-# its way; so the coarsest precision of all taps counts.
+# its way; so the coarsest precision of all taps counts. Near zero, numbers have fewer digits: that much is allowed on top.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _TOLERANCE_ON_GPU = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-_NOISE = 1e-6  # entries this much below the largest of their tap are not decoded
+_NOISE_ON_GPU = 1e-3  # entries this much below the largest of their row are not decoded
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class Measurement:
         self.grad = grad
         self.batch = batch
         self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
+        self._spacing = max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (coarsest, grad.dtype))  # of numbers near zero
         self.is_zero = not bool((grad != 0).any())
-        self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
         self.stays_zero = self.is_zero
+        self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
         self.candidates = [] if self.is_zero else list(self._candidates())
         self._readings: list[Tensor] = []
 
@@ -81,10 +82,11 @@ class Measurement:
     def _candidates(self) -> Iterator[Layout]:
         for axes in self._axes():
             rows = math.prod(self.grad.shape[axis] for axis in axes)
-            if rows and rows % self.batch == 0:
+            if rows == self.batch:
+                yield Layout(axes, "single")
+            elif rows and rows % self.batch == 0:
                 yield Layout(axes, "block")
-                if rows > self.batch:
-                    yield Layout(axes, "strided")
+                yield Layout(axes, "strided")
 
     def compare(self, weighted: Tensor, weights: Tensor) -> None:
         """Drop the candidates that this pass contradicts."""
@@ -92,35 +94,44 @@ class Measurement:
             self.stays_zero = not bool((weighted != 0).any())
         self.candidates = [layout for layout in self.candidates if self._agrees(layout, weighted, weights)]
 
+    def _owners(self, layout: Layout, rows: int) -> Tensor:
+        return EvenGrouping(rows, self.batch, layout.order).owners().to(self.grad.device)
+
     def _agrees(self, layout: Layout, weighted: Tensor, weights: Tensor) -> bool:
+        """Whether every row is scaled by its owner's weight. An entry that is not finite says nothing."""
         plain, scaled = (flat_rows(to_accumulate(to_rows(side, layout.axes))) for side in (self.grad, weighted))  # (R, m)
-        factor = weights.to(plain)[EvenGrouping(len(plain), self.batch, layout.order).owners().to(plain.device), None]
+        factor = weights.to(plain)[self._owners(layout, len(plain)), None]
         error, size = (scaled - factor * plain).abs(), (factor * plain).abs()
-        finite = error.isfinite() & size.isfinite()  # an entry that is not finite says nothing
+        finite = error.isfinite() & size.isfinite()
         error, size = (torch.where(finite, side, 0.0).amax(1) for side in (error, size))
-        return bool((error <= self._tolerance * size).all())
+        return bool((error <= self._tolerance * size + self._slack(factor[:, 0])).all())
 
-    def settled(self) -> Layout | None:
-        """The one layout that agrees with everything, if at least two examples speak for it.
+    def _slack(self, factor: Tensor) -> Tensor:
+        """What rounding near zero may do to a number and to its multiple: a few spacings of each, over the length of a backward pass."""
+        return 64 * self._spacing * (1 + factor)
 
-        Where no entry says anything (all are NaN, Inf or zero), the likeliest layout serves: the examples it names
-        contribute nothing.
+    def settled(self) -> tuple[Layout | None, bool]:
+        """The one layout that agrees with everything, and whether at least two examples speak for it.
+
+        Without two, it fits this batch (whatever says anything agrees), but need not fit the next. Where no entry says
+        anything at all (all are NaN, Inf or zero), the likeliest layout serves.
         """
         if self.says_nothing:
-            return self.candidates[0] if self.candidates else None
+            return (self.candidates[0] if self.candidates else None), False
         fewest = min((len(layout.axes) for layout in self.candidates), default=0)
         simplest = [layout for layout in self.candidates if len(layout.axes) == fewest]
         if len(simplest) != 1:
-            return None
+            return None, False
         rows = flat_rows(to_rows(self.grad, simplest[0].axes))
         speaking = (rows.isfinite() & (rows != 0)).any(1)
-        owners = EvenGrouping(len(rows), self.batch, simplest[0].order).owners().to(rows.device)
-        return simplest[0] if owners[speaking].unique().numel() > 1 else None
+        return simplest[0], self._owners(simplest[0], len(rows))[speaking].unique().numel() > 1
 
     def read(self, weighted: Tensor) -> None:
         """Keep the power of two of every entry, for `table`."""
         plain, scaled = to_accumulate(self.grad), to_accumulate(weighted)
-        usable = plain.isfinite() & scaled.isfinite() & (plain.abs() > _NOISE * plain.abs().nan_to_num(0, 0, 0).max())
+        usable = plain.isfinite() & scaled.isfinite() & (plain.abs() > 256 * self._spacing / self._tolerance)
+        if plain.is_cuda and plain.dim() > 1:
+            usable &= plain.abs() > _NOISE_ON_GPU * plain.abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True)
         ratio = torch.where(usable, scaled / plain, 1.0)
         exponent = ratio.abs().log2().round()
         exact = (ratio * torch.exp2(-exponent) - 1).abs() <= self._tolerance
@@ -128,7 +139,11 @@ class Measurement:
         self._readings.append(torch.where(usable, reading, float("inf")))  # inf: nothing to read, nan: no power of two
 
     def table(self, codes: Codes) -> Table | None:
-        """The owner of every row, decoded; None if some entry belongs to no single example."""
+        """The owner of every row, decoded; None if some entry belongs to no single example.
+
+        A row of which nothing can be decoded (it is NaN or Inf, or vanishingly small) goes to whom the likeliest layout
+        gives it, if there is one.
+        """
         number = torch.zeros_like(self._readings[0], dtype=torch.long)
         silent = torch.stack([reading == float("inf") for reading in self._readings]).any(0)
         for k, reading in enumerate(self._readings):
@@ -144,7 +159,9 @@ class Measurement:
             rows = flat_rows(to_rows(owners, axes))
             largest = rows.amax(1, keepdim=True)
             if bool(((rows == largest) | (rows < 0)).all()):
-                return Table(axes, largest[:, 0])
+                table = largest[:, 0]
+                likely = next((layout for layout in self.candidates if layout.axes == axes), None)
+                return Table(axes, table if likely is None else torch.where(table < 0, self._owners(likely, len(table)), table))
         return None
 
     def refusal(self, marks: Marks) -> MixedExamples:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .functions import is_open, opened
+from .functions import is_open, opened, trait_of
 
 _FILLS = {"rand": 0.5, "uniform_": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "normal_": 0.0}
 _FILLS |= {"exponential_": 1.0, "bernoulli_": 1.0, "log_normal_": 1.0, "cauchy_": 0.0, "geometric_": 1.0, "random_": 0.0}
@@ -29,6 +29,9 @@ class Still(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if trait_of(func).runs_backward:  # a checkpointed region is computed again inside
+            with self:
+                return opened(func)(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConsumedTape
-from .head import HeadCall
+from .coverage import reentrant_checkpoint
+from .errors import ConsumedTape, UncoveredUse
 from .layout import Layout
-from .marks import Marks, tensors_in
+from .marks import Marks
 from .moving import Moves
+from .program import ProgramCall
+from .structure import every_tensor
 from .taps import Record, Switch
 from .watch import Watch
 
@@ -28,33 +30,26 @@ class Experience:
     """What was verified about a model: for each way the losses are computed, where the examples lie at each tap."""
 
     layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
+    examples_tried: int = 0  # in reruns that found no mixing
+    steps: int = 0
+
+    def is_time_to_look_again(self) -> bool:
+        """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""
+        self.steps += 1
+        return self.steps & (self.steps - 1) == 0
+
     zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
 
 
 _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
 
 
-@dataclass
+@dataclass(frozen=True)
 class RootCall:
-    """A call of a captured module: what went in, and the graph nodes of the tensors that came out."""
+    """A call of a captured module, and the graph nodes of the tensors that came out."""
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output_nodes: list[Any] = field(default_factory=list)
-    autocast_dtypes: dict[str, torch.dtype] = field(default_factory=lambda: _autocast_dtypes())
-
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """The precision under which the call was made."""
-        with contextlib.ExitStack() as stack:
-            for device, dtype in self.autocast_dtypes.items():
-                stack.enter_context(torch.autocast(device, dtype=dtype))
-            yield
-
-
-def _autocast_dtypes() -> dict[str, torch.dtype]:
-    return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+    call: ProgramCall
+    output_nodes: list[Any]
 
 
 class Tape:
@@ -73,18 +68,21 @@ class Tape:
         self.switch = Switch()
         self.watch = Watch(self)
         self.trail = 0  # hash of the calls seen so far
-        self.created: set[int] = set()  # keys of the taps made so far
+        self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
+        self.writes_parameters = False  # the forward pass changes parameters
         self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd
         self.paused = False
         self.compiler_silenced = False
         self.root_calls: list[RootCall] = []
-        self.head_calls: list[HeadCall] = []
+        self.program: list[ProgramCall] = []  # what happened outside the captured modules
         self.depth = 0  # captured modules that are running
         self.nonfinite: Tensor | None = None  # examples of the last losses whose gradient was not finite: private data
         self._entered = 0
         self._stack = contextlib.ExitStack()
         self._collected: tuple[weakref.ref[Tensor], Any] | None = None
+        self._heard: dict[int, list[Record]] = {}  # taps behind losses, by their id
+        self._spent: dict[int, Record] = {}  # taps whose gradient was handed out
         self._consumed: dict[int, weakref.ref[Tensor]] = {}
 
     @contextlib.contextmanager
@@ -142,6 +140,8 @@ class Tape:
             with self.watching():
                 found = torch.autograd.grad(losses, targets, weights, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise reentrant_checkpoint() from error
             if "second time" in str(error):
                 raise ConsumedTape("the graph behind these losses was already used and freed.", _RUN_AGAIN) from error
             raise
@@ -158,11 +158,18 @@ class Tape:
             return self._collected[1]
         return None
 
+    def check_unspent(self, losses: Tensor, records: list[Record]) -> None:
+        """Refuse if the graph behind the losses was already turned into a gradient, under whatever name; else note who was heard."""
+        if any(id(record) in self._spent for record in records):
+            raise ConsumedTape("the graph behind these losses was already turned into a gradient.", _RUN_AGAIN)
+        self._heard[id(losses)] = records
+
     def consume(self, losses: Tensor) -> None:
         """These losses have become a gradient; nothing more can be made of them."""
         self._collected = None
+        self._spent.update({id(record): record for record in self._heard.pop(id(losses), [])})
         self.root_calls.clear()
-        self.head_calls.clear()
+        self.program.clear()
         key = id(losses)
         self._consumed[key] = weakref.ref(losses, lambda _: self._consumed.pop(key, None))
 
@@ -186,9 +193,15 @@ def capture(model: nn.Module | Sequence[nn.Module], *, fallback: bool = False) -
             losses = F.cross_entropy(model(x), y, reduction="none")
         clipwise.clipped_loss(tape, losses, clipwise.flat(1.0)).backward()
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise TypeError(f"capture() takes a module or a list of modules, got {model!r}")
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UncoveredUse(
+                f"{type(module).__name__} is a TorchScript module: its torch calls run where no tape can see them.",
+                "Capture the Python module it was made from.",
+            )
     tape = Tape(modules, fallback=fallback)
     hooks = [hook for module in modules for hook in _hooks(tape, module)]
     try:
@@ -200,35 +213,30 @@ def capture(model: nn.Module | Sequence[nn.Module], *, fallback: bool = False) -
 
 
 def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
-    """Note what a captured module is called with, and which nodes its outputs hang on."""
-    open_calls: list[RootCall] = []
+    """Note what a captured module is called with, what it returns, and which nodes that hangs on."""
+    entered: list[tuple[Any, Any]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if tape.paused:
-            return
-        tape.depth += 1
-        with tape.pause():
-            open_calls.append(RootCall(module, args, kwargs))
-            tape.marks.enters(tensors_in((args, kwargs)))
+        if not tape.paused:
+            tape.depth += 1
+            entered.append((args, kwargs))
+            with tape.pause():
+                tape.marks.enters(every_tensor([args, kwargs]))
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if tape.paused:
             return
         tape.depth -= 1
-        call = open_calls.pop()
-        if torch.is_grad_enabled() and output is not None:  # None: the call raised
+        args, kwargs = entered.pop()
+        if output is not None and not tape.depth:  # None: the call raised
             with tape.pause():
-                call.output_nodes = [tensor.grad_fn for tensor in outputs_in(output)]
-            tape.root_calls.append(call)
+                call = ProgramCall(module, args, kwargs, output)
+                nodes = [tensor.grad_fn for tensor in every_tensor(output)]
+            tape.program.append(call)
+            if torch.is_grad_enabled():
+                tape.root_calls.append(RootCall(call, nodes))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
-
-
-def outputs_in(output: Any) -> list[Tensor]:
-    """The tensors in a model's output, in a fixed order."""
-    if not isinstance(output, Tensor | list | tuple | dict) and hasattr(output, "__dict__"):
-        output = vars(output)
-    return list(tensors_in(output))

@@ -1,15 +1,16 @@
-"""What must hold before a gradient is believed, checked on the first step and whenever the way to the losses changes.
+"""What must hold before a gradient is believed, checked on the first steps, whenever the way to the losses changes, and now and then.
 
-1. every use of a parameter lies behind a tap (coverage.py);
+1. every use of a parameter lies behind a tap (coverage.py, before the first backward pass);
 2. at every tap each row's gradient belongs to one example (separation.py);
 3. the factors add up to autograd's own gradient, for weights that tell examples apart;
-4. rows of the model's output do not change when other rows are taken away (rerun.py), nor the losses of some examples when
-   other examples' outputs and targets are exchanged (replay.py).
+4. rows of the model's output do not change when other rows change or leave (rerun.py), nor the losses of some examples when
+   others are exchanged or leave (replay.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,64 +18,96 @@ from torch import Tensor
 
 from .errors import WrongRule
 from .gradients import ExampleGradients
-from .layout import Layout, Table
-from .numerics import unit_roundoff
+from .layout import Layout, Table, to_rows
+from .numerics import accumulation_dtype, unit_roundoff
+from .reading import Reading
 from .replay import check_losses_alone
-from .rerun import check_rows_alone
+from .rerun import EXAMPLES_IN_A_RUN, check_rows_alone
 from .separation import Codes, Measurement
 from .tape import Tape
 from .taps import Record
 
 Heard = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap's record, the gradient that reached it, its kept tensors
-Placement = Layout | Table | None  # None: the gradient is zero throughout
 
-_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+# The tests for mixing without a gradient path look at a few examples; until so many have been seen, nothing is taken for granted.
+_ENOUGH_EXAMPLES = 2 * EXAMPLES_IN_A_RUN
+_ACCUMULATION = 64  # unit roundoffs that a long sum may drift, relative to the sum of the terms' norms
+_ROUNDED_INPUTS = 8  # … that independently rounded terms may add up to, relative to the root of the sum of their squares
+_NEGLIGIBLE = 1e-3  # of the whole gradient: a parameter whose true gradient is zero has nothing but rounding to compare
 
 
-def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], head: int, nodes: set[Any]) -> ExampleGradients:
+@dataclass(frozen=True)
+class _Placed:
+    """Where the examples lie at each tap (by id of its record), which of these layouts are proven, and autograd's sums for the weights."""
+
+    places: dict[int, Layout | Table]
+    proven: set[int]
+    weights: Tensor
+    own_sums: dict[str, Tensor | None]
+
+
+def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int, nodes: set[Any]) -> ExampleGradients:
     """Place every tap's rows, check everything, and return the gradients. What holds for any batch is remembered.
 
-    `head` names the way from the taps to the losses, `nodes` are those behind the losses (both from coverage.py). A tap whose gradient is zero has nothing to place; but the sum of the
-    losses may be flat where each loss is not, so its zero is tried with other weights once.
+    `way` names the way to the losses, `nodes` are the autograd nodes behind them.
     """
-    known, zeros = tape.experience.layouts[head], tape.experience.zeros
-    tape.marks.check_buffers()
     with tape.pause():
         coarsest = max((grad.dtype for _, grad, _ in heard), key=unit_roundoff, default=losses.dtype)
         measurements = [Measurement(record, grad, len(losses), coarsest) for record, grad, _ in heard]
-    moving = [measurement for measurement in measurements if not measurement.is_zero]
-    new_zeros = [measurement for measurement in measurements if measurement.is_zero and (head, measurement.record.key) not in zeros]
-    placements: dict[int, Placement] = {}
-    parameters = tape.marks.trainable()
-    if moving or new_zeros:
-        codes = Codes.draw(len(losses), half=any(grad.dtype == torch.float16 for _, grad, _ in heard))
-        for weights in codes.weights(losses.detach()):
-            own = _listen(tape, losses, weights, [*moving, *new_zeros], "compare", list(parameters.values()))
-        for measurement in new_zeros:
-            if not measurement.stays_zero:
-                raise measurement.refusal(tape.marks)
-        placements = _settle(tape, losses, moving, codes)
+    moving = [m for m in measurements if not m.is_zero]
+    quiet = [m for m in measurements if m.is_zero and (way, m.record.key) not in tape.experience.zeros]
+    placed = _place(tape, losses, moving, quiet) if moving or quiet else None
     with tape.pause():
         gradients = ExampleGradients(tape, len(losses), losses.device)
         for record, grad, kept in heard:
-            placement = placements.get(id(record))
-            if placement is not None:
-                gradients.add(record, grad, kept, placement)
+            place = placed.places.get(id(record)) if placed else None
+            if place is not None:
+                gradients.add(record, grad, kept, place)
             else:
                 gradients.add_zero(record)
         gradients.finish()
-        if not moving and not new_zeros:
-            return gradients
-        lowest = max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff)
-        conclusive = _check_sums(tape, gradients, dict(zip(parameters, own)), weights, lowest)
-    check_rows_alone(tape, losses, nodes, placements.values())
-    check_losses_alone(tape, losses)
-    rows_may_move = tape.moves.may_reorder(len(losses), {axis for place in placements.values() if place for axis in place.axes})
-    if conclusive and not rows_may_move:
-        zeros.update((head, measurement.record.key) for measurement in new_zeros)
-        settled = {id(m.record) for m in moving if not m.says_nothing}
-        known.update({r.key: place for r, _, _ in heard if id(r) in settled and isinstance(place := placements[id(r)], Layout)})
+    if placed is not None:
+        with tape.pause():
+            conclusive = _check_sums(tape, gradients, placed, max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff))
+        _check_forward(tape, losses, heard, placed, nodes)
+        if conclusive:
+            _remember(tape, len(losses), way, moving, quiet, placed)
     return gradients
+
+
+def _place(tape: Tape, losses: Tensor, moving: list[Measurement], quiet: list[Measurement]) -> _Placed:
+    """A layout for each tap where one fits, a table for this batch where none does, a refusal where neither exists.
+
+    A tap whose gradient is zero has nothing to place; but the sum of the losses may be flat where each loss is not, so its
+    zero is tried with other weights.
+    """
+    parameters = tape.marks.trainable()
+    codes = Codes.draw(len(losses), half=any(m.grad.dtype == torch.float16 for m in moving))
+    for weights in codes.weights(losses.detach()):
+        own = _listen(tape, losses, weights, [*moving, *quiet], "compare", list(parameters.values()))
+    for measurement in quiet:
+        if not measurement.stays_zero:
+            raise measurement.refusal(tape.marks)
+    places: dict[int, Layout | Table] = {}
+    proven: set[int] = set()
+    with tape.pause():
+        for measurement in moving:
+            layout, certain = measurement.settled()
+            if layout is not None:
+                places[id(measurement.record)] = layout
+            if certain:
+                proven.add(id(measurement.record))
+    unsettled = [m for m in moving if id(m.record) not in places]
+    if unsettled:
+        for weights in codes.weights(losses.detach()):
+            _listen(tape, losses, weights, unsettled, "read", [])
+        with tape.pause():
+            for measurement in unsettled:
+                table = measurement.table(codes)
+                if table is None:
+                    raise measurement.refusal(tape.marks)
+                places[id(measurement.record)] = table
+    return _Placed(places, proven, weights, dict(zip(parameters, own)))
 
 
 def _listen(
@@ -93,43 +126,58 @@ def _listen(
     return tape.backward(losses, weights, receive, inputs=inputs, retain_graph=True)
 
 
-def _settle(tape: Tape, losses: Tensor, moving: list[Measurement], codes: Codes) -> dict[int, Placement]:
-    """A layout for each tap where one is certain, a table for this batch where it is not, a refusal where neither exists."""
-    with tape.pause():
-        placements: dict[int, Placement] = {id(m.record): m.settled() for m in moving}
-    open_questions = [m for m in moving if placements[id(m.record)] is None]
-    if open_questions:
-        for weights in codes.weights(losses.detach()):
-            _listen(tape, losses, weights, open_questions, "read", [])
-        with tape.pause():
-            for measurement in open_questions:
-                placements[id(measurement.record)] = placement = measurement.table(codes)
-                if placement is None:
-                    raise measurement.refusal(tape.marks)
-    return placements
+def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarsest: torch.dtype) -> bool:
+    """Compare Σ s_i g_i by factors with autograd's own. Returns whether nothing stayed open (numbers that are not finite do).
 
-
-def _check_sums(tape: Tape, gradients: ExampleGradients, own: dict[str, Tensor | None], weights: Tensor, lowest: torch.dtype) -> bool:
-    """Compare Σ s_i g_i by factors with autograd's own. Returns whether nothing stayed open (numbers that are not finite do)."""
-    names = gradients.names()
-    sums = gradients.weighted_sums(dict.fromkeys(names, weights))
-    masses = gradients.masses()
+    Both sides add the same terms; they differ by the order of the sum (relative to Σ s_i·mass_i), by inputs rounded to the
+    precision at hand (independently, so relative to the root of Σ (s_i·mass_i)²), and by the rounding of the result.
+    """
+    sums = gradients.weighted_sums(dict.fromkeys(gradients.names(), placed.weights))
+    weighted = {name: placed.weights.double() * mass for name, mass in gradients.masses().items()}
+    rounded, added = unit_roundoff(coarsest), unit_roundoff(accumulation_dtype(coarsest))
+    if placed.weights.is_cuda and coarsest == torch.float32:
+        rounded = 2.0**-11  # cuDNN computes in TF32 unless told otherwise
+    floor = _NEGLIGIBLE * max((float(mass.norm()) for mass in weighted.values() if bool(mass.isfinite().all())), default=0.0)
     conclusive = True
-    for name, autograd_sum in own.items():
+    for name, autograd_sum in placed.own_sums.items():
         if autograd_sum is None and name not in sums:
             continue
         expected = autograd_sum.to_dense().double() if autograd_sum is not None else torch.zeros_like(sums[name].double())
         found = sums[name].double() if name in sums else torch.zeros_like(expected)
-        difference = float((found - expected).norm())
-        allowed = float((weights.double() * masses[name]).sum()) if name in masses else 0.0
+        difference, mass = float((found - expected).norm()), weighted.get(name, torch.zeros(1))
+        allowed = (
+            _ACCUMULATION * added * (float(mass.sum()) + floor)
+            + _ROUNDED_INPUTS * rounded * (float(mass.norm()) + floor)
+            + 4 * rounded * float(expected.norm())
+        )
         if not torch.isfinite(torch.tensor([difference, allowed])).all():
             conclusive = False
-        elif difference > _SUM_TOLERANCE[lowest] * allowed:
+        elif difference > allowed:
             parameter = tape.marks.trainable()[name]
             raise WrongRule(
                 f"the factors of {name} do not add up to autograd's own gradient{tape.marks.where([parameter])}: they differ by "
-                f"{difference:.3g} where {_SUM_TOLERANCE[lowest] * allowed:.3g} of rounding is allowed.",
+                f"{difference:.3g} where {allowed:.3g} of rounding is allowed.",
                 "A rule of a function this parameter goes through is wrong (clipwise.testing.check_rule tries one out), or the "
                 "parameter was changed during the forward pass.",
             )
     return conclusive
+
+
+def _check_forward(tape: Tape, losses: Tensor, heard: Sequence[Heard], placed: _Placed, nodes: set[Any]) -> None:
+    """Mixing without a gradient path, in the captured modules and around them."""
+    shapes = {id(record): grad for record, grad, _ in heard}
+    rows = [(place, to_rows(shapes[key], place.axes).shape[0]) for key, place in placed.places.items()]
+    reading = check_rows_alone(tape, losses, Reading.from_taps(len(losses), rows), nodes)
+    check_losses_alone(tape, losses, reading)
+
+
+def _remember(tape: Tape, batch: int, way: int, moving: list[Measurement], quiet: list[Measurement], placed: _Placed) -> None:
+    """What may be taken for granted from now on: proven layouts, of models that do not move rows as the data says."""
+    experience = tape.experience
+    experience.examples_tried += min(batch, EXAMPLES_IN_A_RUN)
+    row_axes = {axis for place in placed.places.values() for axis in place.axes}
+    if experience.examples_tried < _ENOUGH_EXAMPLES or tape.moves.may_move_rows(batch, row_axes):
+        return
+    experience.zeros.update((way, measurement.record.key) for measurement in quiet)
+    layouts = {m.record.key: placed.places[id(m.record)] for m in moving if id(m.record) in placed.proven}
+    experience.layouts.setdefault(way, {}).update({key: place for key, place in layouts.items() if isinstance(place, Layout)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +13,8 @@ from .derived import needs_autograd
 from .errors import UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
-from .head import HeadCall
 from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
-from .moving import MOVES
+from .program import ProgramCall
 from .registry import REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
@@ -48,9 +46,9 @@ class Watch(TorchFunctionMode):
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
         tracked: list[Tensor] = []
-        example = self._look_through(args, tracked, trait.positions)
+        example = self._look_through(args, tracked, trait.takes_sizes)
         if kwargs:
-            example = self._look_through(kwargs.values(), tracked, trait.positions) or example
+            example = self._look_through(kwargs.values(), tracked, trait.takes_sizes) or example
         tape.trail = hash((tape.trail, trait.name))
         guard = GUARDS.get(func)
         if guard is not None:
@@ -61,13 +59,14 @@ class Watch(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not trait.payload:
                 tape.marks.mark_constant(result, random=trait.random or any(map(tape.marks.varies, tensors_in(args))))
+            self.note(func, trait, args, kwargs, result, from_nothing=True)
             return result
         if not example:
             return self._on_weights(func, trait, args, kwargs, tracked)
         return self._on_both(func, trait, args, kwargs, tracked)
 
-    def _look_through(self, values: Any, tracked: list[Tensor], positions: bool) -> bool:
-        """Collect the weights among `values`; whether there is example data too. Small integers, and all places, go into the trail."""
+    def _look_through(self, values: Any, tracked: list[Tensor], takes_sizes: bool) -> bool:
+        """Collect the weights among `values`; whether there is example data too. Numbers and words go into the trail, sizes do not."""
         example = False
         marks, tape = self.tape.marks, self.tape
         for value in values:
@@ -77,40 +76,47 @@ class Watch(TorchFunctionMode):
                     example = True
                 elif kind == TRACKED:
                     tracked.append(value)
+                elif value.dim() == 0:
+                    tape.trail = hash((tape.trail, marks.version_of(value)))
             elif isinstance(value, int):
-                if positions or value in _SMALL:
+                if not takes_sizes or value in _SMALL:
                     tape.trail = hash((tape.trail, value))
+            elif isinstance(value, float | str):
+                tape.trail = hash((tape.trail, value))
             elif isinstance(value, list | tuple):
-                example = self._look_through(value, tracked, positions) or example
+                example = self._look_through(value, tracked, takes_sizes) or example
             elif isinstance(value, slice):
-                self._look_through((value.start, value.stop, value.step), tracked, True)
+                self._look_through((value.start, value.stop, value.step), tracked, False)
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
+        marks = self.tape.marks
         target = _written(trait, args, kwargs)
         if target is not None:
             for tensor in tensors_in(target):
-                self.tape.marks.took_example_data(tensor, full_name(func))
+                marks.took_example_data(tensor, full_name(func))
         result = func(*args, **kwargs)
-        if trait.blank:
-            self.tape.marks.mark_constant(result, random=trait.random)
-            return result
-        if trait.name in MOVES:
-            self.tape.moves.note(trait.name, args, kwargs, self.tape.marks)
-        if isinstance(result, Tensor) and not result.requires_grad:
-            self.tape.marks.mark_example(result)
-        self.note_head(func, args, kwargs, result)
+        if trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
+            marks.mark_constant(result, random=trait.random)
+        else:
+            self.tape.moves.note(trait.name, args, kwargs, marks)
+            marks.mark_example(result)
+        self.note(func, trait, args, kwargs, result)
         return result
 
-    def note_head(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if not self.tape.depth and torch.is_grad_enabled():
-            self.tape.head_calls.append(HeadCall(func, args, kwargs, result))
+    def note(self, func: Any, trait: Trait, args: Any, kwargs: Any, result: Any, *, from_nothing: bool = False) -> None:
+        """Outside the captured modules every call is part of the way to the losses."""
+        if not self.tape.depth:
+            written = _written(trait, args, kwargs)
+            self.tape.program.append(ProgramCall(func, args, kwargs, result if written is None else written, from_nothing))
 
     def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         result = func(*args, **kwargs)
         marks = self.tape.marks
         if trait.writes:
-            marks.changed_in_place(_written(trait, args, kwargs), tracked)
+            target = _written(trait, args, kwargs)
+            marks.changed_in_place(target, tracked)
+            self.tape.writes_parameters = self.tape.writes_parameters or marks.name_of_storage(target) is not None
         else:
             marks.mark_derived(result, func, args, kwargs, tracked)
         return result
@@ -148,14 +154,21 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):
             return result
-        raise self._refusal(func, tracked, f"used by {full_name(func)}, which has no rule")
+        raise self.refusal(use, one_tensor=isinstance(result, Tensor))
 
-    def _refusal(self, func: Callable[..., Any], tracked: list[Tensor], how: str) -> UncoveredUse:
-        marks = self.tape.marks
+    def refusal(self, use: Use, *, one_tensor: bool) -> UncoveredUse:
+        """No rule for this call. Rules, and the fallback, speak of functions that return one tensor."""
+        marks, function = self.tape.marks, full_name(use.func)
+        names = marks.describe(use.tracked)
+        what = f"{names} {'are' if ', ' in names else 'is'} used by {function}, which has no rule{marks.where(use.tracked)}."
+        if not one_tensor:
+            return UncoveredUse(
+                what, f"It returns several tensors: write it with simpler calls, @clipwise.rewrite({function}), or freeze it."
+            )
         return UncoveredUse(
-            f"{marks.describe(tracked)} is {how}{marks.where(tracked)}.",
-            f"Register one with @clipwise.rule({full_name(func)}), freeze the parameter, or pass fallback=True to "
-            "differentiate that call example by example (slower).",
+            what,
+            f"Register one with @clipwise.rule({function}), freeze the parameter, or pass fallback=True to differentiate that call "
+            "example by example (slower).",
         )
 
     def _tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
@@ -163,29 +176,35 @@ class Watch(TorchFunctionMode):
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
         use = Use(torch.Tensor.expand, (weight,), {}, [weight])
         tapped = self.insert_tap(expanded, use, spread_rule, upstream=[])
-        self.note_head(torch.Tensor.expand, (weight, expanded.shape), {}, tapped)
+        self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, tapped)
         return tapped
 
     def _tap_output(self, use: Use, rule: Rule) -> Any:
         upstream = upstream_of(use)
         output = use.func(*use.args, **use.kwargs)
         if not isinstance(output, Tensor):
-            raise self._refusal(use.func, use.tracked, f"used by {full_name(use.func)}, which returns several tensors,")
+            raise self.refusal(use, one_tensor=False)
         if not output.requires_grad:
             return output
         tapped = self.insert_tap(output, use, rule, upstream)
-        self.note_head(use.func, use.args, use.kwargs, tapped)
+        self.note(use.func, trait_of(use.func), use.args, use.kwargs, tapped)
         return tapped
 
     def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
         """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
         tape = self.tape
+        if torch._C._are_functorch_transforms_active() or output.is_complex() or any(weight.is_complex() for weight in use.tracked):
+            reason = "takes part in complex arithmetic" if output.is_complex() else "is used inside a torch.func transform (vmap, grad …)"
+            raise UncoveredUse(
+                f"{tape.marks.describe(use.tracked)} {reason}, at {full_name(use.func)}{tape.marks.where(use.tracked)}.",
+                "That is not covered: write it with real numbers and whole batches, or freeze the parameter.",
+            )
         key = tape.trail = hash((tape.trail, output.dim(), *[id(weight) for weight in use.tracked if id(weight) in tape.marks.parameters]))
         if not tape.needs_graph:
             tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
-        tape.created.add(key)
+        tape.created[key] = output.shape
         return Tap.apply(output, tape.anchor, record, kept)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import drop_rows, scale_rows, squared_norms, to_accumulate
+from ..numerics import drop_rows, in_working_precision, scale_rows, squared_norms, to_accumulate
 from .base import Factor, Grouping
 from .outer import Outer
 
@@ -58,7 +58,10 @@ class Convolution(Factor):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.batch == 0:
             return self.grad.new_zeros(self.shape)
-        grad, input = scale_rows(self.grad, weights).flatten(0, 1), drop_rows(self.input, weights).flatten(0, 1)
+        grad, input = (
+            scale_rows(self.grad, weights).flatten(0, 1),
+            drop_rows(self.input, in_working_precision(weights, self.dtype)).flatten(0, 1),
+        )
         return self._kernel_gradient(grad, input, self.shape, self.geometry.groups)
 
     def _kernel_gradient(self, grad: Tensor, input: Tensor, shape: torch.Size, groups: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, flat_rows, squared_norms, to_accumulate
+from ..numerics import drop_rows, flat_rows, in_working_precision, squared_norms, to_accumulate
 from .base import Factor, Grouping
 
 
@@ -37,8 +37,8 @@ class Dense(Factor):
         return self.grad
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        flat = drop_rows(flat_rows(self.grad), weights)  # (B, n)
-        return (weights.to(flat.dtype) @ flat).view(self.shape)
+        exact = in_working_precision(weights, self.grad.dtype)
+        return (exact @ drop_rows(flat_rows(self.grad), exact)).view(self.shape)  # (B,) · (B, n)
 
     def mass(self) -> Tensor:
         return self._mass() if self._mass is not None else squared_norms(self.grad).sqrt()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, scale_rows, squared_norms, to_accumulate
+from ..numerics import drop_rows, in_working_precision, scale_rows, squared_norms, to_accumulate
 from .base import Factor, Grouping
 
 
@@ -37,7 +37,7 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         left = scale_rows(self.left, weights).transpose(0, 1).flatten(1, 2)  # (G, B·T, p)
-        right = drop_rows(self.right, weights).transpose(0, 1).flatten(1, 2)  # (G, B·T, d)
+        right = drop_rows(self.right, in_working_precision(weights, self.dtype)).transpose(0, 1).flatten(1, 2)  # (G, B·T, d)
         if left.shape[0] == 1:
             return (left[0].mT @ right[0]).reshape(self.shape)
         return torch.bmm(left.mT, right).reshape(self.shape)

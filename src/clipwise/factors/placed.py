@@ -23,6 +23,11 @@ class Storage:
     def of(cls, tensor: Tensor) -> Storage:
         return cls(tuple(tensor.shape), tensor.stride())
 
+    @property
+    def extent(self) -> int:
+        """Numbers between the first element and the last, gaps included."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) if 0 not in self.shape else 0
+
 
 @dataclass(frozen=True)
 class Region:
@@ -67,16 +72,15 @@ class Placed(Factor):
         self.batch = inner.batch
 
     def dense(self) -> Tensor:
-        size = (self.batch, *self.whole.shape)
-        out = torch.empty_strided(size, (self.numel, *self.whole.stride), dtype=self.dtype, device=self.device).zero_()
-        part = out.as_strided((self.batch, *self.region.shape), (self.numel, *self.region.stride), self.region.offset)
-        part.copy_(self.inner.dense())
-        return out
+        extent = self.whole.extent
+        out = torch.zeros(self.batch * extent, dtype=self.dtype, device=self.device)
+        out.as_strided((self.batch, *self.region.shape), (extent, *self.region.stride), self.region.offset).copy_(self.inner.dense())
+        return out.as_strided((self.batch, *self.whole.shape), (extent, *self.whole.stride))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        out = torch.empty_strided(self.whole.shape, self.whole.stride, dtype=self.dtype, device=self.device).zero_()
+        out = torch.zeros(self.whole.extent, dtype=self.dtype, device=self.device)
         out.as_strided(self.region.shape, self.region.stride, self.region.offset).copy_(self.inner.weighted_sum(weights))
-        return out
+        return out.as_strided(self.whole.shape, self.whole.stride)
 
     def mass(self) -> Tensor:
         return self.inner.mass()

@@ -156,10 +156,10 @@ class PartSum:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         sums = {region: part.weighted_sum(weights) for region, part in self.parts.items()}
         some = next(iter(sums.values()))
-        out = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=some.dtype, device=some.device).zero_()
+        out = torch.zeros(self._whole.extent, dtype=some.dtype, device=some.device)
         for region, part in sums.items():
             out.as_strided(region.shape, region.stride, region.offset).copy_(part)
-        return out
+        return out.as_strided(self._whole.shape, self._whole.stride)
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         placed = [Placed(Dense(part.dense(start, stop)), region, self._whole) for region, part in self.parts.items()]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..clipping import Clipping
 from ..collect import collect
-from ..numerics import squared_norms, to_accumulate
+from ..numerics import in_working_precision, squared_norms, to_accumulate
 from ..tape import Tape
 from .base import Clipped, from_factors, mean_weights
 
@@ -31,7 +31,7 @@ class _RunningSum:
         self.weights.append(mean_weights(scales))
         self.finite.append(finite)
         for name, grad in grads.items():
-            scaled = torch.where(finite, grad * scales[name].to(grad.dtype), 0.0)
+            scaled = torch.where(finite, grad * in_working_precision(scales[name], grad.dtype), 0.0)
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..clipping import Clipping
 from ..collect import collect
-from ..numerics import to_accumulate
+from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
 from .base import Clipped, from_factors, mean_weights
 
@@ -19,7 +19,7 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     gradients = collect(tape, losses, keep_graph=True)
     names = list(tape.marks.trainable())
     with tape.pause():
-        norms = gradients.squared_norms(second_pass=gradients.precision)
+        norms = gradients.squared_norms(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
         weights, finite = clipping.weights(norms, names)
         all_finite = bool(finite.all())
     if not all_finite:
@@ -29,7 +29,7 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     for group in clipping.groups(names):
         members = [name for name in group.names if name in weights]
         if members:
-            scale = weights[members[0]].to(losses.dtype)
+            scale = in_working_precision(weights[members[0]], losses.dtype)
             found = tape.backward(losses, scale, None, inputs=[parameters[name] for name in members], retain_graph=True)
             sums |= {name: to_accumulate(grad) for name, grad in zip(members, found) if grad is not None}
     return Clipped(sums, mean_weights(weights), finite)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import UncoveredUse
-from ..functions import full_name
+from ..functions import trait_of
 from ..registry import Call, Factors, Rule, Use, all_but_last
 
 if TYPE_CHECKING:
@@ -30,12 +29,9 @@ def differentiate_each_example(watch: Watch, use: Use) -> Any:
     if isinstance(output, Tensor) and not output.requires_grad:
         return output
     if not isinstance(output, Tensor):
-        raise UncoveredUse(
-            f"{watch.tape.marks.describe(use.tracked)} is used by {full_name(use.func)}, which returns several tensors.",
-            "fallback=True covers functions that return one tensor: register a rewrite, or freeze the parameter.",
-        )
+        raise watch.refusal(use, one_tensor=False)
     tapped = watch.insert_tap(output, Use(use.func, (aliases,), {}, [*use.tracked, *aliases]), fallback_rule, upstream, local=output)
-    watch.note_head(use.func, use.args, use.kwargs, tapped)
+    watch.note(use.func, trait_of(use.func), use.args, use.kwargs, tapped)
     return tapped
 
 

@@ -1,0 +1,68 @@
+"""Running a model or a torch call once more: on a copy of its state, with the same random draws, leaving nothing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .still import Still
+
+
+def isolated(module: nn.Module, *, share_parameters: bool = True) -> nn.Module:
+    """A copy with buffers, counters and caches of its own, and with the same parameters; the module itself where it cannot be copied."""
+    shared = {id(parameter): parameter for parameter in module.parameters()} if share_parameters else {}
+    try:
+        return copy.deepcopy(module, dict(shared))
+    except Exception:
+        return module
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Random states are afterwards what they were before."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(_cuda_devices()):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def same_draws() -> None:
+    """From here on every run draws the same random numbers."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    for device in _cuda_devices():
+        torch.cuda.default_generators[device].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def random_fingerprint() -> int:
+    """Tells whether random numbers were drawn since `same_draws`."""
+    states = [bytes(torch.get_rng_state().tolist()), random.getstate()]
+    if "numpy" in sys.modules:
+        _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
+        states += [numbers.tobytes(), place]
+    states += [bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_devices()]
+    return hash(tuple(states))
+
+
+@contextlib.contextmanager
+def stillness(wanted: bool) -> Iterator[None]:
+    """Random functions held still, if wanted: runs of different sizes can then be compared row by row."""
+    with Still() if wanted else contextlib.nullcontext():
+        yield

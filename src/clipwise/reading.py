@@ -1,0 +1,158 @@
+"""How tensors outside the taps are read as rows of examples: model inputs, outputs, targets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import EvenGrouping, Layout, Table
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Who owns the rows of an axis of a given length. The taps say it for lengths other than the batch's.
+
+    `swapped` reads axis 1 before axis 0, for tensors where both are as long as the batch. `squares_shared` takes matrices
+    with the batch's length on both axes for something shared, such as a mask. `tables` are owners of axes of other lengths;
+    `reordered`, if set, of an axis as long as the batch.
+    """
+
+    batch: int
+    tables: dict[int, Tensor] = field(default_factory=dict)
+    reordered: Tensor | None = None
+    swapped: bool = False
+    squares_shared: bool = False
+
+    @classmethod
+    def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]]) -> Reading:
+        """placements: where the examples lie at each tap, and the number of rows there, from the losses downwards."""
+        tables = {}
+        for placement, rows in placements:
+            if isinstance(placement, Table):
+                tables[rows] = placement.table.cpu()
+            elif rows != batch:
+                tables[rows] = EvenGrouping(rows, batch, placement.order).owners()
+        return cls(batch, {size: owners for size, owners in tables.items() if size != batch}, tables.get(batch))
+
+    def owners(self, size: int) -> Tensor | None:
+        """(size,): the example of each row, -1 for none; None if an axis of this length holds no examples."""
+        if size == self.batch:
+            return torch.arange(size) if self.reordered is None else self.reordered
+        return self.tables.get(size)
+
+    def choices(self, tensors: Sequence[Tensor]) -> list[Reading]:
+        """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance."""
+        exact = any(self.batch in tensor.shape[:2] for tensor in tensors)
+        straight = replace(self, reordered=None, tables={} if exact else self.tables)
+        found = [straight]
+        if any(tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1] == self.batch for tensor in tensors):
+            found += [replace(straight, swapped=True), replace(straight, squares_shared=True)]
+        if self.reordered is not None:
+            found.append(replace(straight, reordered=self.reordered))
+        return found
+
+    def axis(self, tensor: Tensor) -> int | None:
+        """The axis of `tensor` that holds examples: the first or the second."""
+        if self.squares_shared and tensor.shape == (self.batch, self.batch):
+            return None
+        for axis in (1, 0) if self.swapped else (0, 1):
+            if axis < tensor.dim() and self.owners(tensor.shape[axis]) is not None:
+                return axis
+        return None
+
+    def is_list_of_examples(self, value: Any) -> bool:
+        """A list with an entry an example, whose entries hold no batch themselves."""
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == self.batch > 1
+            and all(isinstance(item, Tensor) and self.axis(item) is None for item in value)
+        )
+
+    def select(self, value: Any, examples: Sequence[int]) -> Any:
+        """The rows of these examples."""
+        if isinstance(value, Tensor):
+            axis = self.axis(value)
+            return value.detach().clone() if axis is None else value.detach().index_select(axis, self._rows(value, axis, examples))
+        return type(value)(value[i].detach().clone() for i in examples) if self.is_list_of_examples(value) else value
+
+    def _rows(self, tensor: Tensor, axis: int, examples: Sequence[int]) -> Tensor:
+        owners = self.owners(tensor.shape[axis])
+        assert owners is not None
+        if len(examples) == self.batch:
+            return torch.arange(len(owners), device=tensor.device)
+        return torch.nonzero(torch.isin(owners, torch.tensor(examples)))[:, 0].to(tensor.device)
+
+    def among(self, examples: Sequence[int], sizes: Iterable[int]) -> Reading:
+        """The reading of what `select` leaves, with examples numbered anew. sizes: lengths of axes before."""
+        if len(examples) == self.batch:
+            return self
+        number = torch.full((self.batch + 1,), -1)
+        number[torch.tensor(examples)] = torch.arange(len(examples))
+        tables, reordered = {}, None
+        for size in sizes:
+            owners = self.owners(size)
+            if owners is not None:
+                kept = number[owners[torch.isin(owners, torch.tensor(examples))]]
+                if len(kept) == len(examples):
+                    reordered = None if torch.equal(kept, torch.arange(len(kept))) else kept
+                else:
+                    tables[len(kept)] = kept
+        return replace(self, batch=len(examples), tables=tables, reordered=reordered)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Other examples' rows replaced: by copies of the examples that are kept, or by rows that no record has."""
+
+    reading: Reading
+    kept: frozenset[int]
+    strange: bool
+
+    @classmethod
+    def draw(cls, reading: Reading, strange: bool) -> Exchange:
+        kept = random.Random().sample(range(reading.batch), (reading.batch + 1) // 2)
+        return cls(reading, frozenset(kept), strange)
+
+    def kept_rows(self, size: int) -> Tensor:
+        owners = self.reading.owners(size)
+        assert owners is not None
+        return torch.nonzero(torch.isin(owners, torch.tensor(sorted(self.kept))))[:, 0]
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return self._list(value) if self.reading.is_list_of_examples(value) else value
+        axis = self.reading.axis(value)
+        if axis is None:
+            return value.detach().clone()
+        size = value.shape[axis]
+        kept = self.kept_rows(size)
+        others = torch.tensor([row for row in range(size) if row not in set(kept.tolist())], dtype=torch.long)
+        if not len(others) or not len(kept):
+            return value.detach().clone()
+        one_row_each = torch.equal(self.reading.owners(size), torch.arange(size))  # type: ignore[arg-type]
+        source = value.detach().index_select(axis, others.to(value.device))
+        if one_row_each and not self.strange:
+            dice = random.Random()
+            copies = torch.tensor([dice.choice(kept.tolist()) for _ in others], device=value.device)
+            new = value.detach().index_select(axis, copies)
+        else:  # a record's group may be among the inputs, so records do not change hands between examples that stay and others
+            new = made_up(source)
+        return value.detach().index_copy(axis, others.to(value.device), new)
+
+    def _list(self, value: Any) -> Any:
+        return type(value)(item.detach().clone() if i in self.kept else made_up(item.detach()) for i, item in enumerate(value))
+
+
+def made_up(rows: Tensor) -> Tensor:
+    """Rows no record has: entries shuffled among the rows, and numbers some four to a hundred times as large, of either sign."""
+    dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
+    shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=dice).to(rows.device)].view(rows.shape)
+    if not rows.is_floating_point():
+        return shuffled
+    reach = 4.0 ** random.SystemRandom().uniform(1, 3.5)
+    return shuffled * (reach * (2 * torch.rand(rows.shape, generator=dice) - 1)).to(shuffled)

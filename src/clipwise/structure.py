@@ -1,0 +1,60 @@
+"""Tensors inside whatever people pass around: lists, dicts, named tuples, dataclasses, objects with attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEPTH = 6
+
+
+def every_tensor(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """The tensors in `value`, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        for item in _items(value):
+            yield from every_tensor(item, depth - 1)
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
+    """`value` with every tensor replaced by function(tensor); `function` is asked about lists first and may answer for the whole list."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if not depth or not _is_container(value):
+        return value
+    if isinstance(value, list | tuple):
+        answered = function(value)
+        if answered is not value:
+            return answered
+        mapped = [map_tensors(item, function, depth - 1) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, dict):
+        out = copy.copy(value)
+        for name, item in value.items():
+            out[name] = map_tensors(item, function, depth - 1)
+        return out
+    out = copy.copy(value)
+    for name, item in vars(value).items():
+        object.__setattr__(out, name, map_tensors(item, function, depth - 1))
+    return out
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Enum | ModuleType) and not callable(value)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif _is_container(value):
+        yield from vars(value).values()
