@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .still import Still
-
 
 def isolated(module: nn.Module, *, share_parameters: bool = True) -> nn.Module:
     """A copy with buffers, counters and caches of its own, and with the same parameters; the module itself where it cannot be copied."""
@@ -59,10 +57,3 @@ def random_fingerprint() -> int:
         states += [numbers.tobytes(), place]
     states += [bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_devices()]
     return hash(tuple(states))
-
-
-@contextlib.contextmanager
-def stillness(wanted: bool) -> Iterator[None]:
-    """Random functions held still, if wanted: runs of different sizes can then be compared row by row."""
-    with Still() if wanted else contextlib.nullcontext():
-        yield

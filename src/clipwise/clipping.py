@@ -42,9 +42,13 @@ class Clipping(ABC):
         """The weight of an example whose gradient has this norm: ν = min(1, C/‖g‖) (paper, Equation 2)."""
         return (bound / norms).clamp(max=1.0)
 
-    def weights(self, squared_norms: Mapping[str, Tensor], names: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
-        """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere gets weight zero everywhere."""
+    def weights(
+        self, squared_norms: Mapping[str, Tensor], names: Sequence[str], losses: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere, its loss included, gets weight zero everywhere."""
         finite = torch.stack(list(squared_norms.values())).sum(0).isfinite()
+        if losses is not None:
+            finite &= losses.detach().isfinite()
         weights: dict[str, Tensor] = {}
         for group in self.groups(names):
             present = [squared_norms[name] for name in group.names if name in squared_norms]

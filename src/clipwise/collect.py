@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .coverage import check_coverage, fingerprint
+from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints
 from .errors import LossIndependent, LossShape
 from .factors import Dense
 from .gradients import ExampleGradients
@@ -88,6 +88,7 @@ def _collect_few(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradien
     if len(losses) == 0:
         found: list[Tensor | None] = [torch.zeros_like(parameter) for parameter in parameters.values()]
     else:
+        refuse_reentrant_checkpoints(losses)
         found = tape.backward(losses, torch.ones_like(losses), None, inputs=list(parameters.values()), retain_graph=keep_graph)
         if all(grad is None for grad in found):
             raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)

@@ -33,6 +33,19 @@ def fingerprint(losses: Tensor) -> int:
     return hash(tuple(names))
 
 
+def refuse_reentrant_checkpoints(losses: Tensor) -> None:
+    """They run the forward pass inside the backward pass, where neither a tape nor autograd.grad can follow."""
+    queue, seen = [losses.grad_fn], {losses.grad_fn}
+    while queue:
+        node: Any = queue.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise reentrant_checkpoint()
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+
+
 def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
     """Refuse if a trainable parameter is reached past the taps. Returns the nodes between the losses and the parameters."""
     reached_from: dict[Any, Any] = {losses.grad_fn: None}

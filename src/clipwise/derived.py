@@ -43,8 +43,8 @@ def needs_autograd(weight: Tensor, marks: Marks) -> bool:
             weight, seen_view = weight._base, True
         elif derived is None or derived.func is None:
             return True
-        elif trait_of(derived.func).copies and isinstance(derived.args[0], Tensor) and not seen_view:
-            weight = derived.args[0]
+        elif trait_of(derived.func).copies and (source := _copied(derived)) is not None and not seen_view:
+            weight = source
         elif (found := _table_and_ids(derived)) is not None:
             weight = found[0]
         else:
@@ -98,11 +98,17 @@ def _through_recipe(weight: Tensor, factor: Factor, derived: Derived | None) -> 
     if derived is None or derived.func is None:
         return None
     trait = trait_of(derived.func)
-    if trait.copies and isinstance(derived.args[0], Tensor) and derived.args[0].shape == weight.shape:
-        source = derived.args[0]
+    source = _copied(derived)
+    if trait.copies and source is not None and source.shape == weight.shape:
         movable = not isinstance(factor, Placed) or (source.stride() == weight.stride() and not source._is_view())
         return (source, factor) if movable else None
     return _through_lookup(weight, factor, derived)
+
+
+def _copied(derived: Derived) -> Tensor | None:
+    """The tensor that a cast or copy was made of."""
+    first = derived.args[0] if derived.args else next(iter(derived.kwargs.values()), None)
+    return first if isinstance(first, Tensor) else None
 
 
 def _through_lookup(weight: Tensor, factor: Factor, derived: Derived) -> tuple[Tensor, Factor] | None:

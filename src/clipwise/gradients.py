@@ -120,7 +120,7 @@ class ExampleGradients:
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
         if self._pulled is not None:
-            masses |= {key: norms.sqrt() for key, norms in self._pulled.squared_norms(self._budget).items()}
+            masses |= self._pulled.masses(self._budget)
         return {name: masses[key].to(self._device) for key, name in self._marks.names.items() if key in masses}
 
     def forget_terms(self) -> None:
@@ -183,6 +183,11 @@ class _PulledBack:
             self._kept = kept
             self._norms = {key: torch.cat(parts) for key, parts in norms.items()}
         return self._norms
+
+    def masses(self, budget: MemoryBudget) -> dict[int, Tensor]:
+        """As large as the terms behind the derived weights, at least: what autograd adds up on the way may cancel."""
+        terms = torch.stack([total.mass().to(self._sums[0].device) for total in self._sums]).sum(0)
+        return {key: norms.sqrt() + terms.to(norms.device) for key, norms in self.squared_norms(budget).items()}
 
     def weighted_sums(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
         if self._kept is not None:

@@ -43,6 +43,16 @@ def _instance_norm(use: Use, marks: Marks) -> None:
         )
 
 
+def _embedding(use: Use, marks: Marks) -> None:
+    names = ("input", "weight", "padding_idx", "max_norm")
+    _, weight, _, max_norm = use.bind(*names)
+    if max_norm is not None and marks.name_of(weight) is not None and not use.tracks(weight):
+        raise StateWrite(
+            f"F.embedding(max_norm=…) rescales the rows of {marks.name_of(weight)} that this batch looks up, in place.",
+            "Leave max_norm out, or renormalise the whole table once, before training.",
+        )
+
+
 def _near(use: Use, bound: dict[str, Any], marks: Marks) -> str:
     """Which layer, if anything it was handed has a name."""
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -52,7 +62,7 @@ def _near(use: Use, bound: dict[str, Any], marks: Marks) -> str:
     return ""
 
 
-GUARDS: dict[Callable[..., Any], Guard] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+GUARDS: dict[Callable[..., Any], Guard] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm, F.embedding: _embedding}
 for _name in ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"):
     if hasattr(torch, _name):
         GUARDS[getattr(torch, _name)] = _batch_norm

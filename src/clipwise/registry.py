@@ -33,6 +33,10 @@ class Use:
         given = dict(zip(names, self.args), **self.kwargs)
         return [given.get(name, defaults.get(name)) for name in names]
 
+    def operands(self, *names: str) -> list[Any]:
+        """Arguments that several functions call by different names: positional ones first, then those with one of these names."""
+        return [*self.args, *(self.kwargs[name] for name in names if name in self.kwargs)]
+
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""
         return id(value) in self._tracked_ids
@@ -49,7 +53,6 @@ class Call(Use):
     def __init__(self, use: Use, output_grad: Tensor, axes: tuple[int, ...], example_data: Iterable[Tensor]):
         shape = output_grad.shape
         example_ids = {id(tensor) for tensor in example_data}
-        moved: list[Tensor] = []
 
         def rows_first(value: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -58,18 +61,13 @@ class Call(Use):
                 return value
             if not all(axis < value.dim() and value.shape[axis] == shape[axis] for axis in axes):
                 return value
-            moved.append(to_rows(value, axes))
-            return moved[-1]
+            return to_rows(value, axes)
 
         super().__init__(use.func, rows_first(tuple(use.args)), {k: rows_first(v) for k, v in use.kwargs.items()}, use.tracked)
+        self.original = use  # as it was called
         self.output_grad = to_rows(output_grad, axes)
         self.axes = axes
         self.output_shape = shape
-        self._moved = moved
-
-    def has_rows(self, value: Tensor) -> bool:
-        """Whether `value` is an argument whose row axes were moved to the front."""
-        return any(value is tensor for tensor in self._moved)
 
 
 RowAxes = Callable[[Use, int], tuple[int, ...]]  # (call, number of axes of its output) → axes that may number rows

@@ -10,19 +10,21 @@ outside the modules must keep their gradient too.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .again import isolated, random_fingerprint, random_states_kept, same_draws, stillness
+from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .errors import MixedExamples
 from .functions import full_name
 from .marks import EXAMPLE, TRACKED
 from .program import leading_to, loose_ends
 from .reading import Exchange, Reading
 from .rerun import TRIALS, WITH_OTHER_SHAPES, allowed
+from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
 
@@ -41,6 +43,15 @@ def check_losses_alone(tape: Tape, losses: Tensor, reading: Reading) -> None:
                 "Compare shapes: targets of shape (B,) against outputs of shape (B, 1) give a (B, B) matrix. Statistics over the batch "
                 "(means, counts, ranks) do not belong into a loss per example; declare shared tensors with clipwise.constant(x).",
             )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The targets of a run, and what it did to the random generators."""
+
+    targets: list[Tensor]
+    drew_numbers: bool
+    generators: int
 
 
 class _Replay:
@@ -97,24 +108,20 @@ class _Replay:
     def passes(self, reading: Reading) -> bool:
         """Whether the kept losses are the same in every run, the inputs read this way."""
         self.reading = reading
-        same_draws()
-        before = random_fingerprint()
-        try:
-            plain = self._run(None)
-        except Exception:  # a call that cannot be run twice says nothing
+        plain = self._try(None)
+        if plain is None:  # a call that cannot be run twice says nothing
             return True
-        drew_numbers = random_fingerprint() != before
         for strange in (False, True):
             for trial in range(TRIALS):
                 exchange = Exchange.draw(self.reading, strange)
-                try:
-                    if not self._same(plain, self._run(exchange), sorted(exchange.kept)):
-                        return False
-                    if trial == 0 and not self._same_gradient(exchange):
-                        return False
-                except Exception:
-                    break  # the calls need not accept rows that no record has
-        return self._same_without_others(plain, drew_numbers)
+                after = self._try(exchange)
+                if after is None or after.generators != plain.generators:
+                    break  # rows that no record has need not be accepted; and draws that depend on the data show nothing
+                if not self._same(plain.targets, after.targets, sorted(exchange.kept)):
+                    return False
+                if trial == 0 and not self._same_gradient(exchange):
+                    return False
+        return self._same_without_others(plain)
 
     def _same(self, before: list[Tensor], after: list[Tensor], kept: list[int], tolerance: float | None = None) -> bool:
         for a, b in zip(before, after):
@@ -130,11 +137,13 @@ class _Replay:
     def _same_gradient(self, exchange: Exchange) -> bool:
         """Of a combination of the kept losses, with respect to weights used outside the modules."""
         found = []
-        for run in (None, exchange):
-            outputs = [output for output in self._run(run, with_gradient=True) if output.requires_grad]
+        for substitute in (None, exchange):
+            run = self._try(substitute, with_gradient=True)
+            outputs = [output for output in run.targets if output.requires_grad] if run is not None else []
             if not outputs:
                 return True
-            kept = [output[sorted(exchange.kept)] for output in outputs]
+            with torch.enable_grad():
+                kept = [output[sorted(exchange.kept)] for output in outputs]
             probes = [torch.linspace(0.5, 1.5, k.numel(), device=k.device).view(k.shape).to(k.dtype) for k in kept]
             found.append(torch.autograd.grad(kept, self.parameters, probes, allow_unused=True, retain_graph=True))
         for a, b in zip(*found):
@@ -144,16 +153,23 @@ class _Replay:
                     return False
         return True
 
-    def _same_without_others(self, plain: list[Tensor], drew_numbers: bool) -> bool:
+    def _same_without_others(self, plain: _Outcome) -> bool:
         """A count over the batch shows when examples leave. Calls with sizes written into them cannot be run that way, and say nothing."""
         kept = sorted(random.Random().sample(range(self.reading.batch), max(1, self.reading.batch // 4)))
+        before = self._try(None, still=True) if plain.drew_numbers else plain
+        part = self._try(lambda value: self.reading.select(value, kept), still=plain.drew_numbers)
+        return before is None or part is None or self._same(before.targets, part.targets, kept, WITH_OTHER_SHAPES)
+
+    def _try(self, substitute: Any, *, still: bool = False, with_gradient: bool = False) -> _Outcome | None:
+        """The targets with other inputs; None if the calls do not accept them."""
+        same_draws()
+        before = random_fingerprint()
         try:
-            if drew_numbers:
-                plain = self._run(None, still=True)
-            part = self._run(lambda value: self.reading.select(value, kept), still=drew_numbers)
+            targets = self._run(substitute, still=still, with_gradient=with_gradient)
         except Exception:
-            return True
-        return self._same(plain, part, kept, WITH_OTHER_SHAPES)
+            return None
+        after = random_fingerprint()
+        return _Outcome(targets, after != before, after)
 
     def _run(self, substitute: Any, *, still: bool = False, with_gradient: bool = False) -> list[Tensor]:
         """The targets, with every tensor that comes from outside these calls put through `substitute`."""
@@ -168,8 +184,7 @@ class _Replay:
             return made[id(value)]
 
         copies: dict[int, nn.Module] = {}
-        same_draws()
-        with stillness(still), torch.set_grad_enabled(with_gradient):
+        with Still(everything=still), torch.set_grad_enabled(with_gradient):
             for call in self.calls:
                 args, kwargs = map_tensors((call.args, call.kwargs), fill)
                 with call.autocast():

@@ -14,17 +14,18 @@ This is a test, not a proof: mixing that needs rare values to show may pass it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .again import isolated, random_fingerprint, random_states_kept, same_draws, stillness
+from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .errors import MixedExamples, StateWrite
 from .marks import is_declared_constant
 from .program import ProgramCall
 from .reading import Exchange, Reading
+from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
 
@@ -39,11 +40,12 @@ _MINOR = 1e-2  # a parameter's gradient is compared on its own scale, but not be
 
 @dataclass(frozen=True)
 class _Run:
-    """Floating-point outputs of a call on some examples, and the state it left behind."""
+    """Outputs of a call on some examples, the state it left behind, and what it did to the random generators."""
 
     outputs: list[Tensor]
     state: list[Tensor]
     drew_numbers: bool
+    generators: int
 
 
 def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[Any]) -> Reading:
@@ -63,7 +65,7 @@ def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[An
             if False in verdicts and True not in verdicts:
                 raise _refusal(call.call)
             if True in verdicts:
-                held = choices[verdicts.index(True)]
+                held = replace(choices[verdicts.index(True)], tables=reading.tables, reordered=reading.reordered)
     return held
 
 
@@ -109,13 +111,21 @@ class _Trial:
         places = [place for place in places if reading.owners(base.outputs[place].shape[axes[place]]) is not None]  # type: ignore[index]
         if not places:
             return None
+        still: _Run | None = None
         for strange in (False, True):
             for trial in range(TRIALS):
                 exchange = Exchange.draw(reading, strange)
+                exchanged = map_tensors(inputs, exchange)
                 try:
-                    other = self._run(map_tensors(inputs, exchange))
+                    other = self._run(exchanged)
+                    if other.generators != base.generators:  # how many numbers are drawn depends on the data: hold them still
+                        still = still or self._run(inputs, still=True)
+                        other = self._run(exchanged, still=True)
+                        if still.drew_numbers:
+                            break
                 except Exception:
                     break  # the model need not accept rows that no record has
+                base = still or base
                 self._check_state(base, other)
                 if not self._same(base, other, exchange, places, axes, with_gradient=trial == 0):
                     return False
@@ -129,10 +139,11 @@ class _Trial:
         module = isolated(self.module, share_parameters=self.share)
         same_draws()
         before = random_fingerprint()
-        with self.call.autocast(), stillness(still):
+        with self.call.autocast(), Still(everything=still):
             outputs = list(every_tensor(module(*args, **kwargs)))
         state = [] if module is self.module else [tensor.detach() for tensor in _state(module)]
-        return _Run(outputs, state, random_fingerprint() != before)
+        after = random_fingerprint()
+        return _Run(outputs, state, after != before, after)
 
     def _axes_without_most(self, base: _Run, reading: Reading) -> list[int | None] | None:
         """The batch axis of every output, found by running two examples alone, whose rows must be the same; None if that cannot be run."""

@@ -1,4 +1,4 @@
-"""A mode that holds random functions still, so that two runs on different batches can be compared row by row."""
+"""A mode that holds random functions still, so that two runs can be compared row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ _DROPOUTS = {
 
 
 class Still(TorchFunctionMode):
-    """Random functions give the same for every row: dropout keeps everything, a draw is a constant."""
+    """Functions that draw as many numbers as the data asks for are always held still: what follows would draw others.
+
+    With `everything`, all known random functions give the same for every row (dropout keeps everything, a draw is a
+    constant): runs of different sizes can then be compared. Without, runs of one size draw the same numbers anyway.
+    """
+
+    def __init__(self, *, everything: bool):
+        super().__init__()
+        self.everything = everything
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,12 +41,28 @@ class Still(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if func is F.rrelu:
+            return func(**{**dict(zip(("input", "lower", "upper"), args)), **kwargs, "training": False})
+        if name in ("poisson", "_standard_gamma"):
+            return args[0].clone()
+        if self.everything:
+            found = self._still(func, name, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if is_open(func):
+            with self:
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _still(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
             return func(*args[:4], **{**dict(zip(("dropout_p", "is_causal"), args[4:])), **kwargs, "dropout_p": 0.0})
         if func is F.multi_head_attention_forward:
-            kwargs = {**kwargs, "training": False}
+            return func(*args, **{**kwargs, "training": False})
+        if name == "multinomial":
+            return args[0].topk(args[1] if len(args) > 1 else kwargs["num_samples"], -1).indices
         if name == "bernoulli":
             return (args[0] >= 0.5).to(args[0].dtype)
         if name in _FILLS:
@@ -47,7 +71,4 @@ class Still(TorchFunctionMode):
             return torch.zeros_like(func(*args, **kwargs))
         if name == "randperm":
             return torch.arange(args[0], device=kwargs.get("device")).flip(0)  # not the identity: it must still move rows
-        if is_open(func):
-            with self:
-                return opened(func)(*args, **kwargs)
-        return func(*args, **kwargs)
+        return NotImplemented

@@ -96,7 +96,9 @@ class Watch(TorchFunctionMode):
             for tensor in tensors_in(target):
                 marks.took_example_data(tensor, full_name(func))
         result = func(*args, **kwargs)
-        if trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
+        if trait.borrows and marks.kind(args[0]) == CONSTANT:
+            marks.mark_constant(result)
+        elif trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
             marks.mark_constant(result, random=trait.random)
         else:
             self.tape.moves.note(trait.name, args, kwargs, marks)
@@ -134,6 +136,8 @@ class Watch(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         use, tape_marks = Use(func, args, kwargs, tracked), self.tape.marks
+        if torch._C._are_functorch_transforms_active():
+            raise self._not_covered(use, "is used inside a torch.func transform (vmap, grad …)")
         if func in SPREADS:
             spread_out = SPREADS[func](use, self._tap_weight)
             if spread_out is not None:
@@ -171,6 +175,13 @@ class Watch(TorchFunctionMode):
             "example by example (slower).",
         )
 
+    def _not_covered(self, use: Use, how: str) -> UncoveredUse:
+        marks = self.tape.marks
+        return UncoveredUse(
+            f"{marks.describe(use.tracked)} {how}, at {full_name(use.func)}{marks.where(use.tracked)}.",
+            "That is not covered: write it with real numbers and whole batches, or freeze the parameter.",
+        )
+
     def _tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
         """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
@@ -193,12 +204,8 @@ class Watch(TorchFunctionMode):
     def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
         """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
         tape = self.tape
-        if torch._C._are_functorch_transforms_active() or output.is_complex() or any(weight.is_complex() for weight in use.tracked):
-            reason = "takes part in complex arithmetic" if output.is_complex() else "is used inside a torch.func transform (vmap, grad …)"
-            raise UncoveredUse(
-                f"{tape.marks.describe(use.tracked)} {reason}, at {full_name(use.func)}{tape.marks.where(use.tracked)}.",
-                "That is not covered: write it with real numbers and whole batches, or freeze the parameter.",
-            )
+        if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
+            raise self._not_covered(use, "takes part in complex arithmetic")
         key = tape.trail = hash((tape.trail, output.dim(), *[id(weight) for weight in use.tracked if id(weight) in tape.marks.parameters]))
         if not tape.needs_graph:
             tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)

@@ -30,10 +30,10 @@ def mean_weights(weights: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(distinct.values())).mean(0)
 
 
-def from_factors(tape: Tape, gradients: ExampleGradients, clipping: Clipping) -> Clipped:
+def from_factors(tape: Tape, losses: Tensor, gradients: ExampleGradients, clipping: Clipping) -> Clipped:
     """Norms, weights and weighted sums of factors that have been collected."""
     with tape.pause():
         norms = gradients.squared_norms()
         gradients.forget_terms()
-        weights, finite = clipping.weights(norms, list(tape.marks.trainable()))
+        weights, finite = clipping.weights(norms, list(tape.marks.trainable()), losses)
         return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)

@@ -12,4 +12,4 @@ from .base import Clipped, from_factors
 
 def bookkeep(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """Backward to the taps once; then Σ ν_i g_i from the same factors that gave ‖g_i‖."""
-    return from_factors(tape, collect(tape, losses), clipping)
+    return from_factors(tape, losses, collect(tape, losses), clipping)

@@ -21,7 +21,7 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """
     collected = collect(tape, losses, keep_graph=True)  # verifies what is new, and is there if a gradient is not finite
     if len(losses) == 0:
-        return from_factors(tape, collected, clipping)
+        return from_factors(tape, losses, collected, clipping)
     parameters = tape.marks.trainable()
     found = _each_gradient(tape, losses, list(parameters.values()))
     gradients = ExampleGradients(tape, len(losses), losses.device)
@@ -30,8 +30,8 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
             if grad is not None:
                 gradients.add_factor(parameter, Dense(grad))
         gradients.finish()
-    clipped = from_factors(tape, gradients, clipping)
-    return clipped if bool(clipped.finite.all()) else from_factors(tape, collected, clipping)
+    clipped = from_factors(tape, losses, gradients, clipping)
+    return clipped if bool(clipped.finite.all()) else from_factors(tape, losses, collected, clipping)
 
 
 def _each_gradient(tape: Tape, losses: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:

@@ -48,7 +48,7 @@ def nxbp(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
         with tape.pause():
             running.add(found)
     if not running.finite or not bool(torch.cat(running.finite).all()):
-        return from_factors(tape, collected, clipping)
+        return from_factors(tape, losses, collected, clipping)
     return Clipped(running.sums, torch.cat(running.weights), torch.cat(running.finite))
 
 

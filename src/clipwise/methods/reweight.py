@@ -20,10 +20,10 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     names = list(tape.marks.trainable())
     with tape.pause():
         norms = gradients.squared_norms(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
-        weights, finite = clipping.weights(norms, names)
+        weights, finite = clipping.weights(norms, names, losses)
         all_finite = bool(finite.all())
     if not all_finite:
-        return from_factors(tape, gradients, clipping)
+        return from_factors(tape, losses, gradients, clipping)
     parameters = tape.marks.trainable()
     sums: dict[str, Tensor] = {}
     for group in clipping.groups(names):

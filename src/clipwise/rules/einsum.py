@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UncoveredUse
 from ..factors import Dense, Factor, Outer
+from ..layout import to_rows
 from ..numerics import to_accumulate
 from ..registry import Call, Factors, Use, own_rule
 
@@ -62,20 +63,32 @@ def _row_axes(use: Use, dims: int) -> tuple[int, ...]:
 
 @own_rule(torch.einsum, row_axes=_row_axes)
 def einsum(call: Call) -> Factors:
-    """dL/dW = einsum over dL/dy and the other operands, with a row axis kept; an outer product where W is a matrix between them."""
-    operands = operands_of(call)
-    extra = len(call.axes) - 1  # axes that moving the rows into one took away
-    letters, output = letters_of(call, [op.dim() + extra if call.has_rows(op) else op.dim() for op in operands])
+    """dL/dW = einsum over dL/dy and the other operands, with a row axis kept; an outer product where W is a matrix between them.
+
+    Which axes of an operand number rows is told by its letters, not by their lengths.
+    """
+    operands = operands_of(call.original)
+    letters, output = letters_of(call, [operand.dim() for operand in operands])
     rows = "".join(output[axis] for axis in call.axes)
     spare = next(letter for letter in string.ascii_letters if letter not in "".join(letters) + output)
     row = rows if len(rows) == 1 else spare  # one letter for all rows
-    terms = [Term(row + _without(names, rows) if call.has_rows(op) else names, op) for names, op in zip(letters, operands)]
+
+    def rows_first(names: str, operand: Tensor) -> Term:
+        if rows and all(letter in names for letter in rows):
+            return Term(row + _without(names, rows), to_rows(operand, tuple(names.index(letter) for letter in rows)))
+        return Term(names, operand)
+
+    terms = [rows_first(names, operand) for names, operand in zip(letters, operands)]
+    if not rows:  # a single example: every operand that is not a weight gets the row
+        terms = [term if call.tracks(term.tensor) else Term(row + term.letters, term.tensor.unsqueeze(0)) for term in terms]
     grad = Term(row + _without(output, rows), call.output_grad)
     factors: Factors = {}
     for place, weight in enumerate(terms):
         if call.tracks(weight.tensor):
             others = [term for i, term in enumerate(terms) if i != place]
-            factors[weight.tensor] = _outer(grad, others, weight, row) or _dense(grad, others, weight, row)
+            factor = _outer(grad, others, weight, row) or _dense(grad, others, weight, row)
+            before = factors.get(weight.tensor)
+            factors[weight.tensor] = factor if before is None else Dense(before.dense() + factor.dense())
     return factors
 
 

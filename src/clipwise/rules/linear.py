@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import UncoveredUse
 from ..factors import Dense, Factor, Outer
+from ..layout import to_rows
 from ..registry import Call, Factors, Use, own_rule, rewrite, spread
 from .spread import spread_factor
 
@@ -28,20 +29,30 @@ _BATCHED_PRODUCTS: list[Any] = [torch.bmm, torch.Tensor.bmm]
 
 
 def _operands(use: Use) -> list[Any]:
-    return [*use.args, *use.kwargs.values()][:2]
+    """The two factors of a product, whatever their names."""
+    return use.operands("input", "self", "other", "mat2", "vec", "tensor", "vec2")[:2]
 
 
 def _linear_reads(use: Use) -> list[Tensor]:
     x, weight, _ = use.bind("input", "weight", "bias")
-    return [x] if use.tracks(weight) else []
+    return [x] if use.tracks(weight) else [weight] if use.tracks(x) else []
 
 
-@own_rule(F.linear, row_axes=lambda use, dims: tuple(range(dims - use.bind("input", "weight")[1].dim() + 1)), reads=_linear_reads)
+def _linear_row_axes(use: Use, dims: int) -> tuple[int, ...]:
+    """All axes but the features; if the *input* is a weight (prototypes against encoded examples), the features are the rows."""
+    x, weight = use.bind("input", "weight")
+    return (dims - 1,) if use.tracks(x) else tuple(range(dims - weight.dim() + 1))
+
+
+@own_rule(F.linear, row_axes=_linear_row_axes, reads=_linear_reads)
 def linear(call: Call) -> Factors:
     """y = x Wᵀ + b: W's gradient is Σ_t dL/dy_t ⊗ x_t, b's is Σ_t dL/dy_t."""
     x, weight, bias = call.bind("input", "weight", "bias")
     grad = call.output_grad  # (R, *, p)
     factors: Factors = {}
+    if call.tracks(x):  # (*, d) · (R, d): an output column for every row of the "weight"
+        examples = call.original.bind("input", "weight")[1]
+        return {x: Outer(grad.flatten(1).unsqueeze(1), examples.unsqueeze(1), x.shape)}
     if call.tracks(weight):
         factors[weight] = Outer(grad, x) if weight.dim() == 2 else _vector_factor(grad, x)
     if call.tracks(bias):
@@ -75,8 +86,10 @@ def matmul(call: Call) -> Factors:
     grad = call.output_grad
     if call.tracks(b):  # (R, *, d) · (d, p), or · (d,)
         return {b: Outer(a, grad) if b.dim() == 2 else _vector_factor(grad, a)}
-    if a.dim() == 1:  # (d,) · (R, *, d, p): an output entry for every column
-        return {a: _vector_factor(grad, b.mT)}
+    if a.dim() == 1:  # (d,) · (*, d, n): the output has b's axes without the one before the last
+        b = _operands(call.original)[1]
+        columns = b.movedim(-2, -1)  # (*, n, d)
+        return {a: _vector_factor(grad, to_rows(columns, call.axes))}
     columns_are_rows = b.dim() - (not call.axes) == 1 or len(call.output_shape) - 1 in call.axes
     if columns_are_rows:  # (p, d) · (d,), or (p, d) · (d, R)
         return {a: Outer(grad, b)}
