@@ -179,7 +179,7 @@ class Marks:
 
     def mark_example(self, result: Any) -> None:
         """Made from example data: only what has no axes, or a first axis of one, could be taken for something else."""
-        for tensor in tensors_in(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1):
                 self._put(tensor, EXAMPLE)
 

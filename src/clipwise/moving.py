@@ -80,13 +80,16 @@ class Moves:
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A call on example data."""
-        plain = name if name.startswith("_") else name.rstrip("_")
+        kind = _kinds.get(name) or _kind(name)
+        if kind == "entrywise":
+            self._note_broadcast(args, kwargs, marks)
+        elif kind != "plain":
+            self._note_other(name, args, kwargs, marks)
+
+    def _note_other(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
+        plain = _without_underscore(name)
         if plain in _ATTENTION:
             self._note_attention(args, kwargs)
-        if plain in _ENTRYWISE:
-            self._note_broadcast(args, kwargs, marks)
-        elif plain in PLAIN or name in PLAIN:
-            return
         elif plain in _BY_INDEX:
             self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
         elif plain == "embedding":
@@ -104,8 +107,11 @@ class Moves:
 
     def _note_broadcast(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """An entry-wise function that repeats example data along a new first axis: l (N,) against a mask (U, N) groups by content."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        tensors = [value for value in args if isinstance(value, Tensor)]
         if len(tensors) < 2 or tensors[0].shape == tensors[1].shape:
+            return
+        tensors = [tensor for tensor in tensors if tensor.dim()]
+        if len(tensors) < 2:
             return
         widest = max(tensor.dim() for tensor in tensors)
         longest = max(tensor.shape[0] for tensor in tensors if tensor.dim() == widest)
@@ -162,6 +168,26 @@ class Moves:
         key = args[1] if len(args) > 1 else kwargs.get("key")
         if isinstance(key, Tensor):
             self.contracted.add((key.shape[:-2].numel(), key.shape[-2]))
+
+
+_kinds: dict[str, str] = {}
+
+
+def _without_underscore(name: str) -> str:
+    return name if name.startswith("_") else name.rstrip("_")
+
+
+def _kind(name: str) -> str:
+    """entrywise, plain, or something to look at more closely; by name, once."""
+    plain = _without_underscore(name)
+    if plain in _ENTRYWISE:
+        kind = "entrywise"
+    elif plain in _ATTENTION:
+        kind = "other"
+    else:
+        kind = "plain" if plain in PLAIN or name in PLAIN else "other"
+    _kinds[name] = kind
+    return kind
 
 
 def _is_mask(item: Any) -> bool:

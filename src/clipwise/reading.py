@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,9 +114,13 @@ class Exchange:
     strange: bool
 
     @classmethod
-    def draw(cls, reading: Reading, strange: bool) -> Exchange:
-        kept = random.Random().sample(range(reading.batch), (reading.batch + 1) // 2)
-        return cls(reading, frozenset(kept), strange)
+    def draw(cls, reading: Reading, strange: bool, trials: int) -> Iterator[Exchange]:
+        """Exchanges of a random half, and next of the other half, so that no example stays in every one of them."""
+        kept: frozenset[int] = frozenset()
+        for trial in range(trials):
+            others = frozenset(range(reading.batch)) - kept
+            kept = others if trial % 2 and others else frozenset(random.Random().sample(range(reading.batch), (reading.batch + 1) // 2))
+            yield cls(reading, kept, strange)
 
     def kept_rows(self, size: int) -> Tensor:
         owners = self.reading.owners(size)

@@ -113,8 +113,7 @@ class _Trial:
             return None
         still: _Run | None = None
         for strange in (False, True):
-            for trial in range(TRIALS):
-                exchange = Exchange.draw(reading, strange)
+            for trial, exchange in enumerate(Exchange.draw(reading, strange, TRIALS)):
                 exchanged = map_tensors(inputs, exchange)
                 try:
                     other = self._run(exchanged)

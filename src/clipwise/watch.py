@@ -90,10 +90,10 @@ class Watch(TorchFunctionMode):
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
-        marks = self.tape.marks
-        target = _written(trait, args, kwargs)
-        if target is not None:
-            for tensor in tensors_in(target):
+        tape = self.tape
+        marks = tape.marks
+        if trait.writes or kwargs:
+            for tensor in tensors_in(_written(trait, args, kwargs)):
                 marks.took_example_data(tensor, full_name(func))
         result = func(*args, **kwargs)
         if trait.borrows and marks.kind(args[0]) == CONSTANT:
@@ -101,9 +101,10 @@ class Watch(TorchFunctionMode):
         elif trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
             marks.mark_constant(result, random=trait.random)
         else:
-            self.tape.moves.note(trait.name, args, kwargs, marks)
+            tape.moves.note(trait.name, args, kwargs, marks)
             marks.mark_example(result)
-        self.note(func, trait, args, kwargs, result)
+        if not tape.depth:
+            self.note(func, trait, args, kwargs, result)
         return result
 
     def note(self, func: Any, trait: Trait, args: Any, kwargs: Any, result: Any, *, from_nothing: bool = False) -> None:

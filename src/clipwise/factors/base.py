@@ -58,23 +58,27 @@ class Factor(ABC):
 
     @property
     @abstractmethod
-    def elements(self) -> int:
-        """How many numbers an example holds in this form."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the factor holds; the first says precision and device."""
 
     @property
-    @abstractmethod
+    def elements(self) -> int:
+        """How many numbers an example holds in this form."""
+        return sum(tensor.numel() for tensor in self.tensors) // max(self.batch, 1)
+
+    @property
     def dense_flops(self) -> int:
         """Floating-point operations an example costs to be written out."""
+        return 0
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The precision of the result."""
+        return self.tensors[0].dtype
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return self.tensors[0].device

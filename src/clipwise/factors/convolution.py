@@ -136,17 +136,9 @@ class Convolution(Factor):
         return self.shape[0] // self.geometry.groups + self.shape[1:].numel()
 
     @property
-    def elements(self) -> int:
-        return (self.grad.numel() + self.input.numel()) // max(self.batch, 1)
-
-    @property
     def dense_flops(self) -> int:
         return 2 * self.terms * self.numel
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.grad.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.grad.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.grad, self.input

@@ -63,17 +63,5 @@ class Dense(Factor):
         return Dense(self.grad + other.dense(), mass=lambda: self.mass() + other.mass())
 
     @property
-    def elements(self) -> int:
-        return self.numel
-
-    @property
-    def dense_flops(self) -> int:
-        return 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.grad.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.grad.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grad,)

@@ -53,17 +53,5 @@ class Diagonal(Factor):
         raise ValueError("a Diagonal keeps the shape it was measured in")
 
     @property
-    def elements(self) -> int:
-        return self.grad.numel()
-
-    @property
-    def dense_flops(self) -> int:
-        return 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.grad.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.grad.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grad,)

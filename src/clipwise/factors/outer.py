@@ -92,17 +92,9 @@ class Outer(Factor):
         return self.left.shape[3] + self.right.shape[3]
 
     @property
-    def elements(self) -> int:
-        return (self.left.numel() + self.right.numel()) // max(self.batch, 1)
-
-    @property
     def dense_flops(self) -> int:
         return 2 * self.terms * self.numel
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.left.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.left, self.right

@@ -95,17 +95,9 @@ class Placed(Factor):
         return Dense(self.dense()).reshaped(shape)
 
     @property
-    def elements(self) -> int:
-        return self.inner.elements
-
-    @property
     def dense_flops(self) -> int:
         return self.inner.dense_flops
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.inner.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.inner.tensors

@@ -60,17 +60,5 @@ class Rows(Factor):
         return Rows(torch.cat([self.ids, other.ids], 1), torch.cat([self.rows, other.rows], 1), self.shape)
 
     @property
-    def elements(self) -> int:
-        return self.rows.numel() // max(self.batch, 1)
-
-    @property
-    def dense_flops(self) -> int:
-        return 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows.device
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows,)
