@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -61,6 +63,39 @@ def _written(w):
 @pytest.mark.parametrize("name", USES)
 def test_derived_weights(name):
     assert_exact(Net(lambda s, x: torch.tanh(USES[name](s, x)), w=P(torch.randn(6, 4))), examples(5, 4), methods=ALL_METHODS)
+
+
+STEPS = {  # a (4, 4) weight becomes another one
+    "transposed": lambda w: w.t(),
+    "reshaped": lambda w: w.reshape(2, 8).reshape(4, 4),
+    "cast": lambda w: w.to(torch.float64).to(w.dtype),
+    "halves joined again": lambda w: torch.cat(w.chunk(2)[::-1]),
+    "rolled": lambda w: w.roll(1, 0),
+    "scaled": lambda w: w * 0.5,
+    "shifted by itself": lambda w: w + w[:1],
+    "rows normalised": lambda w: F.normalize(w, dim=1),
+    "times itself": lambda w: w @ w,
+    "lower triangle": lambda w: w.tril(),
+    "contiguous": lambda w: w.contiguous(),
+    "flipped": lambda w: w.flip(0),
+    "masked": lambda w: w.masked_fill(torch.eye(4, dtype=torch.bool), 0.0),
+}
+
+
+@given(
+    steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    also_bare=st.booleans(),
+    middle=st.lists(st.integers(1, 3), max_size=1),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_chains_of_derived_weights(steps, also_bare, middle, dtype):
+    def forward(s, x):
+        w = s.w
+        for step in steps:
+            w = STEPS[step](w)
+        return torch.tanh(F.linear(x, w) + (F.linear(x, s.w) if also_bare else 0.0))
+
+    assert_exact(Net(forward, w=P(torch.randn(4, 4))), examples(5, *middle, 4), dtype=dtype)
 
 
 def test_low_rank_update():

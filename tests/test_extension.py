@@ -7,7 +7,6 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import clipwise as cw
-from clipwise.registry import RULES
 from helpers import ALL_METHODS, Net, assert_exact, examples
 
 P = nn.Parameter
@@ -55,6 +54,32 @@ def test_check_rule_finds_a_wrong_rule(registry):
 
     with pytest.raises(cw.WrongRule):
         cw.testing.check_rule(ScaledLinear(4, 3), torch.randn(5, 7, 4))
+
+
+WRONG = {  # how wrong a rule may be, in which precision, and still be found in a long sum
+    "a tenth, float32": (1.1, torch.float32, None),
+    "a hundredth, float64": (1.01, torch.float64, None),
+    "a half, bf16 autocast": (1.5, torch.float32, torch.bfloat16),
+    "a half, pure bf16": (1.5, torch.bfloat16, None),
+    "a half, fp16 autocast": (1.5, torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(("batch", "time", "width"), [(64, 256, 32), (4, 2, 300), (200, 1, 8)])
+def test_a_wrong_rule_is_found_at_real_sizes(registry, case, batch, time, width):
+    factor, dtype, autocast = WRONG[case]
+
+    @cw.rule(scaled_linear)
+    def too_long(call):
+        return {call.args[1]: cw.Outer(call.output_grad * call.args[2] * factor, call.args[0])}
+
+    model = nn.Sequential(nn.Linear(width, width), ScaledLinear(width, 16)).to(dtype)
+    x = torch.randn(batch, time, width, dtype=dtype)
+    with cw.capture(model) as tape, torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        losses = model(x).float().square().mean((1, 2))
+    with pytest.raises(cw.WrongRule, match=r"1\.weight"):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
 
 
 def test_a_rewrite_of_ones_own(registry):
@@ -119,8 +144,3 @@ def test_fallback_refuses_functions_that_return_several_tensors():
     model = Net(lambda s, x: torch.linalg.lstsq(s.w, x.t())[0], w=P(torch.randn(4, 4)))
     with pytest.raises(cw.UncoveredUse, match="several tensors"), cw.capture(model, fallback=True):
         model(torch.randn(5, 4))
-
-
-def test_own_rules_are_all_there():
-    for function in (F.linear, F.conv2d, F.layer_norm, F.group_norm, torch.embedding, torch.einsum, torch.addmm, torch.matmul):
-        assert RULES[function].trusted

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import clipwise as cw
+from clipwise.methods import nonprivate
 from clipwise.models import cnn, mlp
 from helpers import ALL_METHODS, Net, assert_exact, examples
 
@@ -112,3 +114,15 @@ def test_the_paper_s_sizes():
         (10,),
     ]
     assert cnn(3, 32)(torch.randn(2, 3, 32, 32)).shape == mlp()(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_nonprivate_is_ordinary_training():
+    """The comparison method gives autograd's own gradient, clipped by nothing, and clipped_loss does not offer it."""
+    model, x = mlp(), torch.randn(6, 1, 28, 28)
+    with cw.capture(model) as tape:
+        losses = model(x).square().sum(1)
+    found = nonprivate(tape, losses).sums
+    own = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for name, expected in zip(dict(model.named_parameters()), own):
+        torch.testing.assert_close(found[name], expected)
+    assert sum(float(value.square().sum()) for value in found.values()) > 1.0

@@ -64,20 +64,39 @@ def test_the_slow_methods_too(attack, method):
     assert sensitivity(sequence_model(), [x], 0.7, loss=plain_sum, method=method) <= LIMIT[torch.float32]
 
 
-@pytest.mark.parametrize("attack", ["cancelling time steps", "huge", "all alike"])
-@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
-def test_under_bf16_autocast(attack, method):
-    x = ATTACKS[attack](examples(4, 8, 4)).float()
-    autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    loss = lambda output: plain_sum(output.float())
-    assert sensitivity(sequence_model(), [x], 0.7, loss=loss, method=method, context=autocast) <= LIMIT[torch.bfloat16]
+def halves(dtype):
+    """(type of the model, context): autocast to `dtype`, or a model made of it."""
+    return {
+        "bf16 autocast": (torch.float32, lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+        "fp16 autocast": (torch.float32, lambda: torch.autocast("cpu", dtype=torch.float16)),
+        "pure bf16": (torch.bfloat16, None),
+    }[dtype]
 
 
-@pytest.mark.parametrize("attack", ["cancelling time steps", "huge", "all alike"])
-def test_a_pure_bf16_model(attack):
-    x = ATTACKS[attack](examples(4, 8, 4)).bfloat16()
-    loss = lambda output: plain_sum(output.float())
-    assert sensitivity(sequence_model().bfloat16(), [x], 0.7, loss=loss) <= LIMIT[torch.bfloat16]
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("precision", ["bf16 autocast", "fp16 autocast", "pure bf16"])
+@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("squared", [False, True])
+def test_in_lower_precision(attack, precision, method, squared):
+    dtype, context = halves(precision)
+    x = ATTACKS[attack](examples(4, 8, 4)).to(dtype)
+    loss = (lambda output: output.float().square().sum(1)) if squared else (lambda output: plain_sum(output.float()))
+    assert sensitivity(sequence_model().to(dtype), [x], 0.7, loss=loss, method=method, context=context) <= LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_where_rows_lie_in_no_regular_order(attack, dtype):
+    """Rows are sorted by their content: which example a row belongs to is measured for every batch."""
+
+    def forward(s, x):
+        rows = x.flatten(0, 1)
+        order = rows[:, 0].argsort()
+        return (s.a(rows[order]) * s.scale)[order.argsort()].view(*x.shape[:2], 3).sum(1)
+
+    model = Net(forward, a=nn.Linear(4, 3), scale=nn.Parameter(torch.ones(3))).to(dtype)
+    x = ATTACKS[attack](examples(4, 8, 4)).to(dtype)
+    assert sensitivity(model, [x], 0.7, loss=plain_sum) <= LIMIT[dtype]
 
 
 CLIPPINGS = {

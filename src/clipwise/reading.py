@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .layout import EvenGrouping, Layout, Table
+from .numerics import accumulation_dtype, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,18 @@ def made_up(rows: Tensor) -> Tensor:
         return shuffled
     reach = 4.0 ** random.SystemRandom().uniform(1, 3.5)
     return shuffled * (reach * (2 * torch.rand(rows.shape, generator=dice) - 1)).to(shuffled)
+
+
+def shaken(autocast: Mapping[str, torch.dtype]) -> Callable[[Any], Any]:
+    """Moves every number by about one rounding, the coarsest at hand. autocast: device type → precision, where it was on."""
+
+    def shake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        amount = max(unit_roundoff(value.dtype), unit_roundoff(autocast.get(value.device.type, value.dtype)))
+        wide = value.detach().to(accumulation_dtype(value.dtype))
+        dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
+        moved = 2 * torch.rand(value.shape, generator=dice).to(wide) - 1
+        return (wide * (1 + 2 * amount * moved)).to(value.dtype)
+
+    return shake

@@ -22,8 +22,8 @@ from .errors import MixedExamples
 from .functions import full_name
 from .marks import EXAMPLE, TRACKED
 from .program import leading_to, loose_ends
-from .reading import Exchange, Reading
-from .rerun import TRIALS, WITH_OTHER_SHAPES, allowed
+from .reading import Exchange, Reading, shaken
+from .rerun import BLUR, BLURRED_RUNS, TRIALS, WITH_OTHER_SHAPES, allowed, blur, close
 from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
@@ -123,34 +123,57 @@ class _Replay:
         return self._same_without_others(plain)
 
     def _same(self, before: list[Tensor], after: list[Tensor], kept: list[int], tolerance: float | None = None) -> bool:
-        for a, b in zip(before, after):
-            x, y = a.detach()[kept].double(), b.detach().double() if tolerance else b.detach()[kept].double()
-            if x.shape != y.shape:
-                return tolerance is not None
-            error, size = (x - y).abs(), x.abs()
-            finite = error.isfinite() & size.isfinite()
-            if bool(finite.any()) and bool((error[finite] > (tolerance or allowed(a)) * size[finite].max()).any()):
-                return False
-        return True
+        """Whether the kept losses agree: as far as rounding goes, and where they do not, as far as a rounding of the inputs moves them."""
+
+        def agree(runs: list[list[Tensor]]) -> bool:
+            for place, (a, b) in enumerate(zip(before, after)):
+                x, y = a.detach()[kept], b.detach() if tolerance else b.detach()[kept]
+                if x.shape != y.shape:
+                    return tolerance is not None
+                noise = blur(x, [run[place].detach()[kept] for run in runs])
+                if not close(x, y, tolerance or allowed(a), noise):
+                    return False
+            return True
+
+        return agree([]) or agree([run.targets for run in self._blurred()])
+
+    def _blurred(self, *, with_gradient: bool = False) -> list[_Outcome]:
+        """Runs on inputs that differ by a rounding."""
+        coarse = {device: dtype for call in self.calls for device, dtype in call.autocast_dtypes.items()}
+        runs = [self._try(shaken(coarse), with_gradient=with_gradient) for _ in range(BLURRED_RUNS)]
+        return [run for run in runs if run is not None]
 
     def _same_gradient(self, exchange: Exchange) -> bool:
         """Of a combination of the kept losses, with respect to weights used outside the modules."""
         found = []
         for substitute in (None, exchange):
-            run = self._try(substitute, with_gradient=True)
-            outputs = [output for output in run.targets if output.requires_grad] if run is not None else []
-            if not outputs:
+            gradient = self._gradient(self._try(substitute, with_gradient=True), exchange)
+            if gradient is None:
                 return True
-            with torch.enable_grad():
-                kept = [output[sorted(exchange.kept)] for output in outputs]
-            probes = [torch.linspace(0.5, 1.5, k.numel(), device=k.device).view(k.shape).to(k.dtype) for k in kept]
-            found.append(torch.autograd.grad(kept, self.parameters, probes, allow_unused=True, retain_graph=True))
-        for a, b in zip(*found):
-            if a is not None and b is not None:
-                difference, size = float((a.double() - b.double()).norm()), float(a.double().norm())
-                if difference == difference and difference > max(allowed(a), *(allowed(t) for t in self.targets)) * size:
-                    return False
-        return True
+            found.append(gradient)
+
+        def agree(runs: list[list[Tensor | None]]) -> bool:
+            for place, (a, b) in enumerate(zip(*found)):
+                if a is not None and b is not None:
+                    difference, size = float((a.double() - b.double()).norm()), float(a.double().norm())
+                    noise = max((float((a.double() - run[place].double()).norm()) for run in runs if run[place] is not None), default=0.0)  # type: ignore[union-attr]
+                    if difference > max(allowed(a), *(allowed(t) for t in self.targets)) * size + BLUR * noise:
+                        return False
+            return True
+
+        if agree([]):
+            return True
+        others = [self._gradient(run, exchange) for run in self._blurred(with_gradient=True)]
+        return agree([gradient for gradient in others if gradient is not None])
+
+    def _gradient(self, run: _Outcome | None, exchange: Exchange) -> list[Tensor | None] | None:
+        outputs = [output for output in run.targets if output.requires_grad] if run is not None else []
+        if not outputs:
+            return None
+        with torch.enable_grad():
+            kept = [output[sorted(exchange.kept)] for output in outputs]
+        probes = [torch.linspace(0.5, 1.5, k.numel(), device=k.device).view(k.shape).to(k.dtype) for k in kept]
+        return list(torch.autograd.grad(kept, self.parameters, probes, allow_unused=True, retain_graph=True))
 
     def _same_without_others(self, plain: _Outcome) -> bool:
         """A count over the batch shows when examples leave. Calls with sizes written into them cannot be run that way, and say nothing."""

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UncoveredUse
 from ..factors import Dense, Factor, Outer
-from ..layout import to_rows
-from ..registry import Call, Factors, Use, own_rule, rewrite, spread
+from ..layout import from_rows, to_rows
+from ..registry import Call, Factors, Use, own_rule, rewrite
 from .spread import spread_factor
+from .stacked import check_operands, stacked_factor
 
 _PRODUCTS: list[Any] = [
     torch.matmul,
@@ -24,8 +24,7 @@ _PRODUCTS: list[Any] = [
     torch.Tensor.mv,
     torch.Tensor.dot,
 ]
-_PRODUCTS += [torch.Tensor.__matmul__, torch.linalg.matmul]
-_BATCHED_PRODUCTS: list[Any] = [torch.bmm, torch.Tensor.bmm]
+_PRODUCTS += [torch.Tensor.__matmul__, torch.linalg.matmul, torch.bmm, torch.Tensor.bmm]
 
 
 def _operands(use: Use) -> list[Any]:
@@ -72,6 +71,10 @@ def _product_reads(use: Use) -> list[Tensor]:
 def _product_row_axes(use: Use, dims: int) -> tuple[int, ...]:
     """x W: every axis of the output but W's own; W x: the columns may be examples too, the axis before them is W's."""
     a, b = _operands(use)
+    weight, other = (b, a) if use.tracks(b) else (a, b)
+    if weight.dim() > 2:
+        check_operands(other)
+        return tuple(axis for axis in range(dims) if axis != dims - (1 if weight is b else 2))
     if use.tracks(b):
         return tuple(range(dims - (b.dim() > 1)))
     if a.dim() == 1:
@@ -81,9 +84,11 @@ def _product_row_axes(use: Use, dims: int) -> tuple[int, ...]:
 
 @own_rule(*_PRODUCTS, row_axes=_product_row_axes, reads=_product_reads)
 def matmul(call: Call) -> Factors:
-    """Products with a weight of one or two axes on either side; the weight's gradient is Σ_t of outer products."""
+    """Products with a weight on either side; the weight's gradient is Σ_t of outer products."""
     a, b = _operands(call)
     grad = call.output_grad
+    if (b if call.tracks(b) else a).dim() > 2:
+        return _stacked(call)
     if call.tracks(b):  # (R, *, d) · (d, p), or · (d,)
         return {b: Outer(a, grad) if b.dim() == 2 else _vector_factor(grad, a)}
     if a.dim() == 1:  # (d,) · (*, d, n): the output has b's axes without the one before the last
@@ -96,20 +101,15 @@ def matmul(call: Call) -> Factors:
     return {a: Outer(grad.mT, b.mT)}  # (p, d) · (R, *, d, n)
 
 
-@spread(*_PRODUCTS, *_BATCHED_PRODUCTS)
-def batched_matmul(use: Use, tap: Any) -> Any:
-    """A stack of weights, or a weight that is one for each example: tapped where the stack meets the batch."""
-    a, b = _operands(use)
-    weight, other = (b, a) if use.tracks(b) else (a, b)
-    if weight.dim() < 3:
-        return None
-    if other.dim() < 2:
-        raise UncoveredUse(
-            "a stack of weights is multiplied with a single vector.", "Give the vector a second axis: x.unsqueeze(-1) or x.unsqueeze(-2)."
-        )
-    shape = torch.Size((*torch.broadcast_shapes(weight.shape[:-2], other.shape[:-2]), *weight.shape[-2:]))
-    tapped = tap(weight, shape)
-    return ((a, tapped) if weight is b else (tapped, b)), {}
+def _stacked(call: Call) -> Factors:
+    """A weight of three axes or more: a matrix for each index along the first ones."""
+    a, b = _operands(call.original)
+    grad = from_rows(call.output_grad.unsqueeze(0), call.axes, call.output_shape)[0]
+    if call.tracks(b):
+        return {b: stacked_factor(a, grad, b, call.axes, weight_left=False)}
+    last, before = grad.dim() - 1, grad.dim() - 2
+    axes = tuple(before if axis == last else axis for axis in call.axes)
+    return {a: stacked_factor(b.mT, grad.mT, a, axes, weight_left=True)}
 
 
 @own_rule(torch.addmm, torch.Tensor.addmm, row_axes=lambda use, dims: (1,) if use.tracks(use.bind("input", "mat1")[1]) else (0,))
