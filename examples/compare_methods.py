@@ -2,18 +2,20 @@
 
     python examples/compare_methods.py [--seconds 18] [--batch-size 64] [--models mlp cnn]
 
-Each method starts from the same weights and sees the same batches, so it learns the same; only the time differs. Every
-example's gradient is clipped, but no noise is added: this compares ways to clip, it protects nobody yet.
+Each method starts from the same weights and sees the same batches, so it learns the same; only the time differs. The methods
+take turns, step by step, so that whatever else the machine does slows all of them. A method that has used up its seconds
+stops early. Every example's gradient is clipped, but no noise is added: this compares ways to clip, it protects nobody yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,57 @@ from clipwise.methods import nxbp_alone
 from clipwise.models import cnn, mlp
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn}
-METHODS = ["non-private", "nxBP", "multiLoss", "ReweightGP", "bookkeep"]
+METHODS = {
+    "non-private": "an ordinary step",
+    "nxBP": "one forward and backward pass an example",
+    "multiLoss": "autograd on a vector of losses, each gradient written out",
+    "ReweightGP": "the paper's: norms by one backward pass, then another",
+    "bookkeep": "clipwise: norms and the clipped sum from one backward pass",
+}
 CLIPPING = cw.flat(1.0)
+
+
+@dataclass
+class Runner:
+    """A model in training by one method."""
+
+    method: str
+    model: nn.Module
+    batch_size: int  # the constant that sums are divided by; never the size of the batch at hand
+    times: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.fill_gradients(x, y)
+        self.optimizer.step()
+        self.times.append(time.perf_counter() - start)
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """One loss an example."""
+        return F.cross_entropy(self.model(x), y, reduction="none")
+
+    def fill_gradients(self, x: Tensor, y: Tensor) -> None:
+        """p.grad = Σ clip(g_i) / B; without the clip for the ordinary step."""
+        if self.method == "non-private":
+            (self.losses(x, y).sum() / self.batch_size).backward()
+        elif self.method == "nxBP":
+            sums = nxbp_alone(self.model, self.losses, [x, y], CLIPPING).sums
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = sums[name] / self.batch_size
+        else:
+            name = {"multiLoss": "multiloss", "ReweightGP": "reweight", "bookkeep": "bookkeep"}[self.method]
+            with cw.capture(self.model) as tape:
+                losses = self.losses(x, y)
+            (cw.clipped_loss(tape, losses, CLIPPING, method=name) / self.batch_size).backward()
+
+    @property
+    def median(self) -> float:
+        """Seconds a step. The first is left out: clipwise verifies the model on it."""
+        return statistics.median(self.times[1:] or self.times)
 
 
 @dataclass(frozen=True)
@@ -35,27 +86,6 @@ class Outcome:
     steps: int
     accuracy: float
     seconds_an_epoch: float
-
-
-def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One loss an example."""
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
-def gradient_step(model: nn.Module, method: str, x: Tensor, y: Tensor) -> None:
-    """Fill p.grad with the mean of the (clipped) gradients of the batch."""
-    if method == "non-private":
-        losses_of(model, x, y).mean().backward()
-        return
-    if method == "nxBP":
-        sums = nxbp_alone(model, lambda x, y: losses_of(model, x, y), [x, y], CLIPPING).sums
-        for name, parameter in model.named_parameters():
-            parameter.grad = sums[name] / len(x)
-        return
-    name = {"multiLoss": "multiloss", "ReweightGP": "reweight", "bookkeep": "bookkeep"}[method]
-    with cw.capture(model) as tape:
-        losses = losses_of(model, x, y)
-    (cw.clipped_loss(tape, losses, CLIPPING, method=name) / len(x)).backward()
 
 
 def batches(data: Images, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,46 +99,47 @@ def accuracy(model: nn.Module, data: Images) -> float:
         return float((model(data.pixels).argmax(1) == data.labels).float().mean())
 
 
-def progress(label: str, done: int, total: int, note: str = "") -> None:
-    """A bar that redraws itself on a terminal and stays silent in a log."""
-    if sys.stderr.isatty():
-        filled = 30 * done // total
-        sys.stderr.write(f"\r{label:24s} [{'=' * filled}{' ' * (30 - filled)}] {done:4d}/{total} {note:24s}")
-        sys.stderr.flush()
+def progress(label: str, done: int, total: int, note: str) -> None:
+    """A bar that redraws itself within the terminal's width, and stays silent in a log."""
+    if not sys.stderr.isatty():
+        return
+    columns = shutil.get_terminal_size().columns - 1
+    text = f" {done}/{total} {note}"
+    width = max(5, min(30, columns - len(label) - len(text) - 3))
+    filled = width * done // total
+    sys.stderr.write("\r" + f"{label} [{'=' * filled}{' ' * (width - filled)}]{text}"[:columns].ljust(columns))
+    sys.stderr.flush()
 
 
-def train(
-    build: Callable[[], nn.Module], name: str, method: str, train_set: Images, test_set: Images, size: int, seconds: float
-) -> Outcome:
-    """One epoch, or as many steps as fit into `seconds`. The first step is not timed: clipwise verifies the model on it."""
-    torch.manual_seed(0)
-    model = build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+def compare(name: str, train_set: Images, test_set: Images, size: int, seconds: float) -> list[Outcome]:
+    """One epoch by every method in turns, or as many steps as fit into `seconds` for each."""
+    runners = []
+    for method in METHODS:
+        torch.manual_seed(0)
+        runners.append(Runner(method, MODELS[name](), size))
     total = -(-len(train_set.labels) // size)
-    times: list[float] = []
-    begun = time.perf_counter()
     for step, (x, y) in enumerate(batches(train_set, size), 1):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        gradient_step(model, method, x, y)
-        optimizer.step()
-        times.append(time.perf_counter() - start)
-        progress(f"{name}, {method}", step, total, f"{1e3 * times[-1]:.0f} ms a step")
-        if time.perf_counter() - begun > seconds:
-            break
+        for runner in runners:
+            if sum(runner.times) <= seconds:
+                runner.step(x, y)
+                progress(name, step, total, f"{runner.method}: {1e3 * runner.times[-1]:.0f} ms a step")
     if sys.stderr.isatty():
-        sys.stderr.write("\r" + " " * 100 + "\r")
-    return Outcome(method, len(times), accuracy(model, test_set), statistics.median(times[1:] or times) * total)
+        sys.stderr.write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+    return [Outcome(r.method, len(r.times), accuracy(r.model, test_set), r.median * total) for r in runners]
 
 
-def show(name: str, outcomes: list[Outcome], steps: int) -> None:
-    seconds = {outcome.method: outcome.seconds_an_epoch for outcome in outcomes}
+def show(name: str, outcomes: list[Outcome], steps: int, seconds: float) -> None:
+    by_method = {outcome.method: outcome.seconds_an_epoch for outcome in outcomes}
     print(f"\n{name}: {steps} steps an epoch")
-    print(f"  {'method':12s} {'test accuracy':>22s} {'seconds an epoch':>17s} {'x non-private':>14s} {'speed-up over nxBP':>19s}")
+    print(f"  {'method':12s} {'test accuracy':>22s} {'seconds/epoch':>14s} {'x non-private':>14s} {'x nxBP':>8s}")
     for o in outcomes:
         learnt = f"{100 * o.accuracy:.1f} % after {o.steps:3d} steps"
-        print(f"  {o.method:12s} {learnt:>22s} {o.seconds_an_epoch:17.2f} {o.seconds_an_epoch / seconds['non-private']:14.1f} "
-              f"{seconds['nxBP'] / o.seconds_an_epoch:19.1f}")  # fmt: skip
+        slower, faster = o.seconds_an_epoch / by_method["non-private"], by_method["nxBP"] / o.seconds_an_epoch
+        print(f"  {o.method:12s} {learnt:>22s} {o.seconds_an_epoch:14.2f} {slower:14.1f} {faster:8.1f}")
+    stopped = [o.method for o in outcomes if o.steps < steps]
+    if stopped:
+        print(f"  out of time after {seconds:g} s: {', '.join(stopped)}.")
+    print(f"  seconds/epoch: the median step times {steps}.")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Outcome]]:
@@ -118,13 +149,15 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Outcome]]:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which networks to train")
     options = parser.parse_args(arguments)
     train_set, test_set = fashion_mnist(train=True), fashion_mnist(train=False)
-    print(f"Fashion-MNIST, {len(train_set.labels)} training and {len(test_set.labels)} test images; torch {torch.__version__}, "
-          f"{torch.get_num_threads()} threads")  # fmt: skip
-    print(f"Every example's gradient is clipped to norm {CLIPPING.sensitivity:g}; no noise is added, so nothing here is private yet.")
+    print(f"Fashion-MNIST: {len(train_set.labels)} training and {len(test_set.labels)} test images. "
+          f"torch {torch.__version__}, {torch.get_num_threads()} threads.")  # fmt: skip
+    print(f"Every example's gradient is clipped to norm {CLIPPING.sensitivity:g}. No noise is added: nothing here is\nprivate yet.\n")
+    for method, what in METHODS.items():
+        print(f"  {method:12s} {what}")
     results = {}
     for name in options.models:
-        results[name] = [train(MODELS[name], name, m, train_set, test_set, options.batch_size, options.seconds) for m in METHODS]
-        show(name, results[name], -(-len(train_set.labels) // options.batch_size))
+        results[name] = compare(name, train_set, test_set, options.batch_size, options.seconds)
+        show(name, results[name], -(-len(train_set.labels) // options.batch_size), options.seconds)
     return results
 
 
