@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
+from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples
 from .functions import full_name
 from .marks import EXAMPLE, TRACKED
 from .program import leading_to, loose_ends
 from .reading import Exchange, Reading, shaken
-from .rerun import BLUR, BLURRED_RUNS, TRIALS, WITH_OTHER_SHAPES, allowed, blur, close
+from .rerun import TRIALS
 from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
@@ -71,6 +72,20 @@ class _Replay:
             self.targets = ends
             self.calls = leading_to(program, ends)
         self.shared = self._shared()
+        self.last_used = self._last_used()
+
+    def _last_used(self) -> dict[int, list[int]]:
+        """Place of a call → tensors that no later call takes in, and that need not be kept any longer."""
+        last = {}
+        for place, call in enumerate(self.calls):
+            for tensor in every_tensor([call.args, call.kwargs, call.result]):
+                last[id(tensor)] = place
+        targets = {id(target) for target in self.targets}
+        done: dict[int, list[int]] = {}
+        for key, place in last.items():
+            if key not in targets:
+                done.setdefault(place, []).append(key)
+        return done
 
     def _is_example_data(self, result: Any) -> bool:
         """Inputs that were made inside the block, from nothing, stand for example data all the same."""
@@ -207,7 +222,7 @@ class _Replay:
 
         copies: dict[int, nn.Module] = {}
         with Still(everything=still), torch.set_grad_enabled(with_gradient):
-            for call in self.calls:
+            for place, call in enumerate(self.calls):
                 args, kwargs = map_tensors((call.args, call.kwargs), fill)
                 with call.autocast():
                     if isinstance(call.func, nn.Module):
@@ -219,6 +234,8 @@ class _Replay:
                 changed = args[0] if result is None and args else result
                 for old, new in zip(every_tensor(call.result), every_tensor(changed)):
                     made[id(old)] = new
+                for done in self.last_used.get(place, ()):
+                    made.pop(done, None)
         return [made[id(target)] for target in self.targets]
 
     def _outside(self, tensor: Tensor, substitute: Any) -> Tensor:

@@ -23,34 +23,49 @@ import torch
 from torch import Tensor, nn
 
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
+from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples, StateWrite
 from .marks import is_declared_constant
-from .numerics import flat_rows
 from .program import ProgramCall
 from .reading import Exchange, Reading, shaken
 from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
 
-# Relative differences that rounding may cause: with the same shapes, and with others.
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-TOLERANCE_ON_GPU = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}  # atomic sums
-WITH_OTHER_SHAPES = 0.2
 EXAMPLES_IN_A_RUN = 8
+_FEWER_EXAMPLES, _LARGE_OUTPUT = 4, 2**21  # where an example's outputs hold that many numbers, memory counts
 TRIALS = 3  # exchanges of either kind
-BLURRED_RUNS = 2
-BLUR = 64.0  # one random rounding of the inputs stands for the many that a long sum makes on its way
 _MINOR = 1e-2  # a parameter's gradient is compared on its own scale, but not below this share of the largest
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Outputs of a call on some examples, the state it left behind, and what it did to the random generators."""
+    """Outputs of a call on some examples, the state it left behind, and what it did to the random generators.
+
+    `gradient`, where it was asked for, is that of a random combination of the kept rows. The graph is gone.
+    """
 
     outputs: list[Tensor]
     state: list[Tensor]
     drew_numbers: bool
     generators: int
+    gradient: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which rows of which outputs belong to the examples that stay."""
+
+    exchange: Exchange
+    axes: dict[int, int]  # place of the output → its axis of rows
+
+    def rows(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Those rows of each output, rows first."""
+        return [self._rows(outputs[place], axis) for place, axis in self.axes.items()]
+
+    def _rows(self, output: Tensor, axis: int) -> Tensor:
+        rows = self.exchange.kept_rows(output.shape[axis]).to(output.device)
+        return output.index_select(axis, rows).movedim(axis, 0)
 
 
 def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[Any]) -> Reading:
@@ -97,7 +112,9 @@ class _Trial:
         self.share = share
         self.reading = reading
         self.parameters = parameters
-        self.few = sorted(random.Random().sample(speaking, min(len(speaking), EXAMPLES_IN_A_RUN)))
+        size = sum(tensor.numel() for tensor in every_tensor(call.result)) // max(reading.batch, 1)
+        most = EXAMPLES_IN_A_RUN if size < _LARGE_OUTPUT else _FEWER_EXAMPLES
+        self.few = sorted(random.Random().sample(speaking, min(len(speaking), most)))
 
     def verdict(self) -> bool | None:
         """True: the rows are alone. False: they are not. None: nothing can be read from this call."""
@@ -112,37 +129,39 @@ class _Trial:
             axes = self._axes_without_most(base, reading) or [reading.axis(output) for output in base.outputs]
         except _RowsDiffer:
             return False
-        places = [place for place, axis in enumerate(axes) if axis is not None and base.outputs[place].is_floating_point()]
-        places = [place for place in places if reading.owners(base.outputs[place].shape[axes[place]]) is not None]  # type: ignore[index]
-        if not places:
+        found = {place: axis for place, axis in enumerate(axes) if axis is not None and base.outputs[place].is_floating_point()}
+        found = {place: axis for place, axis in found.items() if reading.owners(base.outputs[place].shape[axis]) is not None}
+        if not found:
             return None
-        still: _Run | None = None
+        held_still = False
         for strange in (False, True):
             for trial, exchange in enumerate(Exchange.draw(reading, strange, TRIALS)):
-                exchanged = map_tensors(inputs, exchange)
+                kept, exchanged = _Kept(exchange, found), map_tensors(inputs, exchange)
+                asked = kept if trial == 0 else None
                 try:
-                    other = self._run(exchanged)
+                    other = self._run(exchanged, still=held_still, gradient_of=asked)
                     if other.generators != base.generators:  # how many numbers are drawn depends on the data: hold them still
-                        still = still or self._run(inputs, still=True)
-                        other = self._run(exchanged, still=True)
-                        if still.drew_numbers:
+                        held_still = True
+                        base = self._run(inputs, still=True)
+                        if base.drew_numbers:
                             break
+                        other = self._run(exchanged, still=True, gradient_of=asked)
                 except Exception:
                     break  # the model need not accept rows that no record has
-                base = still or base
                 self._check_state(base, other)
-                if not self._same(base, other, exchange, places, axes, with_gradient=trial == 0):
-                    blurred = [
-                        self._run(map_tensors(inputs, shaken(self.call.autocast_dtypes)), still=base is still) for _ in range(BLURRED_RUNS)
-                    ]
-                    if not self._same(base, other, exchange, places, axes, with_gradient=trial == 0, blurred=blurred):
+                if asked is not None:
+                    base = self._run(inputs, still=held_still, gradient_of=asked)
+                if not self._same(kept, base, other):
+                    shake = shaken(self.call.autocast_dtypes)
+                    blurred = [self._run(map_tensors(inputs, shake), still=held_still, gradient_of=asked) for _ in range(BLURRED_RUNS)]
+                    if not self._same(kept, base, other, blurred):
                         return False
         return True
 
     def _selected(self, examples: list[int]) -> Any:
         return map_tensors((self.call.args, self.call.kwargs), lambda value: self.reading.select(value, examples))
 
-    def _run(self, inputs: Any, still: bool = False) -> _Run:
+    def _run(self, inputs: Any, *, still: bool = False, gradient_of: _Kept | None = None) -> _Run:
         args, kwargs = inputs
         module = isolated(self.module, share_parameters=self.share)
         same_draws()
@@ -151,7 +170,8 @@ class _Trial:
             outputs = list(every_tensor(module(*args, **kwargs)))
         state = [] if module is self.module else [tensor.detach() for tensor in _state(module)]
         after = random_fingerprint()
-        return _Run(outputs, state, after != before, after)
+        gradient = [] if gradient_of is None else self._gradient(gradient_of.rows(outputs))
+        return _Run([output.detach() for output in outputs], state, after != before, after, gradient)
 
     def _axes_without_most(self, base: _Run, reading: Reading) -> list[int | None] | None:
         """The batch axis of every output, found by running two examples alone, whose rows must be the same; None if that cannot be run."""
@@ -188,39 +208,23 @@ class _Trial:
             if not close(expected, found, WITH_OTHER_SHAPES, blur(expected, rest)):
                 raise _RowsDiffer
 
-    def _same(
-        self,
-        base: _Run,
-        other: _Run,
-        exchange: Exchange,
-        places: list[int],
-        axes: list[int | None],
-        with_gradient: bool,
-        blurred: Sequence[_Run] = (),
-    ) -> bool:
-        """Whether the kept rows agree in both runs, and the gradient of a random combination of them.
+    def _same(self, kept: _Kept, base: _Run, other: _Run, blurred: Sequence[_Run] = ()) -> bool:
+        """Whether the kept rows agree in both runs, and the gradient of a random combination of them where both have one.
 
         `blurred`: runs on inputs that differ by a rounding; a row that they move says as little as they move it.
         """
         runs = [base, other, *blurred]
-        kept: list[list[Tensor]] = []  # [output][run]
-        for place in places:
-            outputs, axis = [run.outputs[place] for run in runs], axes[place]
-            if axis is None or any(output.shape != outputs[0].shape for output in outputs):
-                return False
-            rows = exchange.kept_rows(outputs[0].shape[axis]).to(outputs[0].device)
-            kept.append([output.index_select(axis, rows).movedim(axis, 0) for output in outputs])
-        coarsest = max((allowed(output) for outputs in kept for output in outputs[:2]), default=0.0)
-        if not all(close(a, b, coarsest, blur(a, rest)) for a, b, *rest in kept):
+        if any(run.outputs[place].shape != base.outputs[place].shape for run in runs for place in kept.axes):
             return False
-        if not with_gradient:
-            return True
-        first, second, *others = ([g.double() for g in self._gradient([outputs[run] for outputs in kept])] for run in range(len(runs)))
-        sizes = [max(float(a.norm()), float(b.norm())) for a, b in zip(first, second)]
+        rows = list(zip(*(kept.rows(run.outputs) for run in runs)))  # [output][run]
+        coarsest = max(allowed(output) for outputs in rows for output in outputs[:2])
+        if not all(close(a, b, coarsest, blur(a, rest)) for a, b, *rest in rows):
+            return False
+        sizes = [max(float(a.norm()), float(b.norm())) for a, b in zip(base.gradient, other.gradient)]
         largest = max((size for size in sizes if size == size and size != float("inf")), default=0.0)
-        for place, (a, b, size) in enumerate(zip(first, second, sizes)):
-            tolerance = max(coarsest, allowed(self.parameters[place]))
-            noise = max((float((a - rest[place]).norm()) for rest in others), default=0.0)
+        for place, (a, b, size) in enumerate(zip(base.gradient, other.gradient, sizes)):
+            tolerance = max(coarsest, allowed(a))
+            noise = max((float((a - run.gradient[place]).norm()) for run in blurred), default=0.0)
             if float((a - b).norm()) > tolerance * max(size, _MINOR * largest) + BLUR * noise:
                 return False
         return True
@@ -251,26 +255,3 @@ def _named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _state(module: nn.Module) -> list[Tensor]:
     return [buffer.clone() for _, buffer in _named_state(module)]
-
-
-def allowed(tensor: Tensor) -> float:
-    """The relative difference that the order of sums may cause where shapes are the same."""
-    return (TOLERANCE_ON_GPU if tensor.is_cuda else TOLERANCE)[tensor.dtype]
-
-
-def close(a: Tensor, b: Tensor, tolerance: float, noise: Tensor | float = 0.0) -> bool:
-    """Whether two tensors agree, relative to the largest entry, and up to the noise of each row. What is not finite says nothing."""
-    error, size = (a.detach().double() - b.detach().double()).abs(), a.detach().double().abs()
-    finite = error.isfinite() & size.isfinite()
-    if not bool(finite.any()):
-        return True
-    permitted = (tolerance * size[finite].max() + BLUR * torch.as_tensor(noise)).expand_as(error)
-    return not bool((error > permitted)[finite].any())
-
-
-def blur(rows: Tensor, runs: Sequence[Tensor]) -> Tensor | float:
-    """(R, 1 …): how far each row moves when the inputs move by a rounding. Terms that cancel make that much of a little."""
-    if not runs:
-        return 0.0
-    moved = torch.stack([flat_rows((rows.detach().double() - run.detach().double()).abs().nan_to_num(0, 0, 0)).amax(1) for run in runs])
-    return moved.amax(0).view(-1, *[1] * (rows.dim() - 1))
