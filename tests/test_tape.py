@@ -448,3 +448,54 @@ def test_a_use_outside_the_block_is_refused():
         losses = squared_output(model[2](torch.tanh(h)))
     with pytest.raises(cw.UnseenUse, match=r"0\.(weight|bias)"):
         cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+# --- nothing waits for the garbage collector
+
+
+class Everything(nn.Module):
+    """Tied, derived, checkpointed, convolved: whatever could hold on to a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.token = nn.Embedding(20, 8), nn.Parameter(torch.zeros(1, 1, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
+        self.mix = nn.Conv1d(8, 8, 3, padding=1)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, ids):
+        h = checkpoint(self.layer, self.table(ids) + self.token, use_reentrant=False)
+        return F.linear(self.normed(self.mix(h.mT).mT), self.table.weight)
+
+
+@pytest.mark.parametrize("use", [*ALL_METHODS, "norms", "refused", "unused"])
+def test_a_step_is_freed_at_once(use):
+    """A cycle of references would keep the graph, and gigabytes with it, until Python happens to collect garbage."""
+    model = Everything()
+
+    def step():
+        ids = torch.randint(0, 20, (16, 5))
+        with cw.capture(model) as tape:
+            losses = F.cross_entropy(model(ids).mT, ids, reduction="none").mean(1)
+        if use == "norms":
+            cw.per_example_norms(tape, losses)
+        elif use == "refused":
+            with pytest.raises(cw.LossShape):
+                cw.clipped_loss(tape, losses.sum(), cw.flat(1.0))
+        elif use != "unused":
+            cw.clipped_loss(tape, losses, cw.flat(1.0), method=use).backward()
+            model.zero_grad()
+
+    def living():
+        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        for _ in range(5):
+            step()
+        assert living() <= before
+    finally:
+        gc.enable()

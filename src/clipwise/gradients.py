@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 Watching = Callable[[], AbstractContextManager[None]]
 
 
+def _watching(tape: Tape) -> Watching:
+    """tape.watching, held weakly: the tape keeps the gradients, and a cycle would keep the graph until someone collects garbage."""
+    weak = weakref.ref(tape)
+
+    def watching() -> AbstractContextManager[None]:
+        tape = weak()
+        assert tape is not None, "the tape lives as long as its gradients are asked for"
+        return tape.watching()
+
+    return watching
+
+
 class ExampleGradients:
     """g_1 … g_B for every parameter: squared norms, and weighted sums over the batch.
 
@@ -36,7 +49,7 @@ class ExampleGradients:
     def __init__(self, tape: Tape, batch: int, device: torch.device):
         self.batch = batch
         self._marks = tape.marks
-        self._watching = tape.watching
+        self._watching = _watching(tape)
         self._device = device
         self._budget = MemoryBudget.on(device)
         self._direct: dict[int, list[Factor]] = {}

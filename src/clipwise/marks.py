@@ -49,6 +49,30 @@ class Derived:
     roots: frozenset[int]  # ids of the parameters it depends on
 
 
+class _Key(weakref.ref[Tensor]):
+    """A weak reference that remembers the id of its tensor."""
+
+    __slots__ = ("key",)
+    key: int
+
+    def __new__(cls, tensor: Tensor, callback: Callable[[_Key], None]) -> _Key:
+        self = super().__new__(cls, tensor, callback)
+        self.key = id(tensor)
+        return self
+
+
+def _forgetter(marks: Marks) -> Callable[[_Key], None]:
+    """Drops the mark of a tensor that is gone. It holds the marks weakly: no cycle may keep a graph alive until someone collects garbage."""
+    owner = weakref.ref(marks)
+
+    def forget(ref: _Key) -> None:
+        entries = owner()._entries if owner() is not None else {}  # type: ignore[union-attr]
+        if (entry := entries.get(ref.key)) is not None and entry[0] is ref:
+            del entries[ref.key]
+
+    return forget
+
+
 class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
@@ -59,6 +83,7 @@ class Marks:
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
         self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
+        self._forget = _forgetter(self)
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
@@ -165,13 +190,7 @@ class Marks:
     def _put(self, tensor: Tensor, mark: Derived | int) -> None:
         if id(tensor) in self._state:
             return
-        key, entries = id(tensor), self._entries
-
-        def forget(ref: weakref.ref[Tensor]) -> None:
-            if (entry := entries.get(key)) is not None and entry[0] is ref:
-                del entries[key]
-
-        entries[key] = (weakref.ref(tensor, forget), mark)
+        self._entries[id(tensor)] = (_Key(tensor, self._forget), mark)
 
     def mark_constant(self, result: Any, *, random: bool = False) -> None:
         for tensor in tensors_in(result):

@@ -12,6 +12,7 @@ from torch import Tensor
 from .factors import Factor
 from .functions import full_name
 from .layout import to_rows
+from .structure import map_values
 
 Function = Callable[..., Any]
 Factors = dict[Tensor, Factor]
@@ -55,15 +56,14 @@ class Call(Use):
         example_ids = {id(tensor) for tensor in example_data}
 
         def rows_first(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(rows_first, value))
             if not isinstance(value, Tensor) or id(value) not in example_ids:
                 return value
             if not all(axis < value.dim() and value.shape[axis] == shape[axis] for axis in axes):
                 return value
             return to_rows(value, axes)
 
-        super().__init__(use.func, rows_first(tuple(use.args)), {k: rows_first(v) for k, v in use.kwargs.items()}, use.tracked)
+        args, kwargs = map_values(tuple(use.args), rows_first), {name: map_values(value, rows_first) for name, value in use.kwargs.items()}
+        super().__init__(use.func, args, kwargs, use.tracked)
         self.original = use  # as it was called
         self.output_grad = to_rows(output_grad, axes)
         self.axes = axes

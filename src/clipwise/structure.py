@@ -45,6 +45,13 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
     return out
 
 
+def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with every entry that is no list or tuple replaced by function(entry): the arguments of a torch call."""
+    if isinstance(value, list):
+        return [map_values(item, function) for item in value]
+    return tuple([map_values(item, function) for item in value]) if isinstance(value, tuple) else function(value)
+
+
 def _is_container(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return True

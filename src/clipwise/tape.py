@@ -66,7 +66,6 @@ class Tape:
         self.experience = _experience.setdefault(self.modules[0], Experience())
         self.anchor = torch.zeros((), requires_grad=True)
         self.switch = Switch()
-        self.watch = Watch(self)
         self.trail = 0  # hash of the calls seen so far
         self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
         self.writes_parameters = False  # the forward pass changes parameters
@@ -95,7 +94,7 @@ class Tape:
             if outermost:
                 if "torch._dynamo" in sys.modules:
                     self.silence_compiler()
-                with self.watch:
+                with Watch(self):
                     yield
             else:
                 yield

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .registry import Rule, Use
+from .structure import map_values
 
 
 class Slot:
@@ -46,12 +47,11 @@ class Record:
                 if value.example:
                     examples.append(kept[value.index])
                 return kept[value.index]
-            if isinstance(value, list | tuple):
-                return type(value)(map(fill, value))
             return value
 
         use = self.use
-        return Use(use.func, fill(tuple(use.args)), {k: fill(v) for k, v in use.kwargs.items()}, use.tracked), examples
+        args, kwargs = map_values(tuple(use.args), fill), {name: map_values(value, fill) for name, value in use.kwargs.items()}
+        return Use(use.func, args, kwargs, use.tracked), examples
 
 
 class Switch:

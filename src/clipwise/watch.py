@@ -18,6 +18,7 @@ from .program import ProgramCall
 from .registry import REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
+from .structure import map_values
 from .taps import Record, Slot, Tap
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class Watch(TorchFunctionMode):
         """The call with a Slot for each tensor that the rule reads, and these tensors."""
         wanted = None if rule.reads is None else [id(tensor) for tensor in rule.reads(use)]
         kept: list[Tensor] = []
+        marks = self.tape.marks
 
         def put_away(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -227,11 +229,11 @@ class Watch(TorchFunctionMode):
                 if wanted is not None and id(value) not in wanted:
                     return None
                 kept.append(value)
-                return Slot(len(kept) - 1, self.tape.marks.kind(value) != CONSTANT)
-            return tuple(map(put_away, value)) if isinstance(value, list | tuple) else value
+                return Slot(len(kept) - 1, marks.kind(value) != CONSTANT)
+            return value
 
-        args = tuple([put_away(value) for value in use.args])
-        kwargs = {name: put_away(value) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
+        args = map_values(tuple(use.args), put_away)
+        kwargs = {name: map_values(value, put_away) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
         return Use(use.func, args, kwargs, use.tracked), tuple(kept)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..marks import tensors_in
 from ..registry import Use, rewrite, spread
+from ..structure import map_values
 
 _NAMES = """add sub subtract rsub mul multiply div divide true_divide floor_divide pow float_power where lerp maximum minimum
     max min fmax fmin atan2 arctan2 hypot copysign fmod remainder addcmul addcdiv clamp clip clamp_min clamp_max logaddexp
@@ -36,14 +37,12 @@ def elementwise(use: Use, tap: Any) -> Any:
     numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]
 
     def spread_out(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(spread_out, value))
         if not use.tracks(value):
             return value
         # A weight without axes does not decide the precision of the result; once expanded it would.
         return tap(value, shape).to(_result_type(numbers)) if value.dim() == 0 and len(shape) else tap(value, shape)
 
-    return spread_out(tuple(use.args)), {k: spread_out(v) for k, v in use.kwargs.items()}
+    return map_values(tuple(use.args), spread_out), {name: map_values(value, spread_out) for name, value in use.kwargs.items()}
 
 
 def _broadcast_shape(tensors: list[Tensor]) -> torch.Size:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..functions import trait_of
 from ..registry import Call, Factors, Rule, Use, all_but_last
+from ..structure import map_values
 
 if TYPE_CHECKING:
     from ..watch import Watch
@@ -20,12 +21,11 @@ def differentiate_each_example(watch: Watch, use: Use) -> Any:
     aliases = [weight.view_as(weight) for weight in use.tracked]
 
     def with_alias(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(with_alias, value))
         return next((alias for alias, weight in zip(aliases, use.tracked) if value is weight), value)
 
     upstream = upstream_of(use)
-    output = use.func(*with_alias(tuple(use.args)), **{k: with_alias(v) for k, v in use.kwargs.items()})
+    args, kwargs = map_values(tuple(use.args), with_alias), {name: map_values(value, with_alias) for name, value in use.kwargs.items()}
+    output = use.func(*args, **kwargs)
     if isinstance(output, Tensor) and not output.requires_grad:
         return output
     if not isinstance(output, Tensor):
