@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .errors import UncoveredUse, UnseenUse
 from .marks import Marks
-from .taps import Tap
+from .taps import Keep, Tap
 
 _HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
-_TAP_NAME = f"{Tap.__name__}Backward"
+_TAP_NAMES = {f"{function.__name__}Backward" for function in (Tap, Keep)}
 
 
 def fingerprint(losses: Tensor) -> int:
@@ -25,7 +25,7 @@ def fingerprint(losses: Tensor) -> int:
     while queue and len(names) < _HEAD:
         node: Any = queue.pop()
         names.append(node.name())
-        if names[-1] != _TAP_NAME:
+        if names[-1] not in _TAP_NAMES:
             for parent, _ in node.next_functions:
                 if parent is not None and parent not in seen:
                     seen.add(parent)
@@ -52,7 +52,7 @@ def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:
     queue = [losses.grad_fn]
     while queue:
         node: Any = queue.pop()
-        record = getattr(node, "record", None) if node.name() == _TAP_NAME else None
+        record = getattr(node, "record", None) if node.name() in _TAP_NAMES else None
         if record is not None:
             parents = record.upstream
         else:

@@ -89,6 +89,7 @@ Spread = Callable[[Use, Callable[[Tensor, torch.Size | None], Tensor]], tuple[tu
 RULES: dict[Function, Rule] = {}
 REWRITES: dict[Function, Function] = {}
 SPREADS: dict[Function, Spread] = {}
+INSIDE: dict[Function, Callable[[Any, Use], Any]] = {}  # functions that run another way under the tape: (watch, use) → result
 
 
 def all_but_last(count: int) -> RowAxes:
@@ -150,6 +151,16 @@ def rewrite(*functions: Function) -> Callable[[_F], _F]:
         for function in functions:
             REWRITES[function] = replacement
         return replacement
+
+    return decorate
+
+
+def inside(*functions: Function) -> Callable[[_F], _F]:
+    """Register how a function runs under the tape, where taps of its own are needed: (watch, use) → its result."""
+
+    def decorate(run: _F) -> _F:
+        INSIDE.update(dict.fromkeys(functions, run))
+        return run
 
     return decorate
 

@@ -63,6 +63,50 @@ class Switch:
         self.receive: Callable[[Record, Tensor, tuple[Tensor, ...]], None] | None = None
 
 
+class Deposit:
+    """Tensors that a tap needs and that exist only after it was made: what a recurrent kernel returns.
+
+    `Keep` behind the kernel hands them over at the beginning of a backward pass, the tap before the kernel takes them out.
+    """
+
+    __slots__ = ("prepare", "tensors")
+
+    def __init__(self, prepare: Callable[..., tuple[Tensor, ...]]):
+        self.prepare = prepare
+        self.tensors: tuple[Tensor, ...] | None = None
+
+    def fill(self, kept: tuple[Tensor, ...]) -> None:
+        self.tensors = self.prepare(*kept)
+
+    def take(self) -> tuple[Tensor, ...]:
+        tensors, self.tensors = self.tensors, None
+        assert tensors is not None, "the kernel's outputs reach the backward pass before its inputs do"
+        return tensors
+
+
+class Keep(torch.autograd.Function):
+    """Copies of a kernel's outputs; in the backward pass the deposit is filled. Saved like anything autograd saves.
+
+    The weights that went into the kernel lie behind it: their gradients come from the tap before the kernel (`record` says
+    what else went in).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, deposit: Deposit, kept: tuple[Tensor, ...], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.record, ctx.deposit = record, deposit
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.record.switch.receive is not None:
+            kept = ctx.saved_tensors
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                ctx.deposit.fill(kept)
+        return None, None, None, *grads
+
+
 class Tap(torch.autograd.Function):
     """y = x, and in the backward pass `receive(record, dL/dy, kept tensors)`.
 
@@ -72,9 +116,10 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, record: Record, kept: tuple[Tensor, ...]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, record: Record, kept: tuple[Tensor, ...] | Deposit) -> Tensor:
         ctx.record = record
-        ctx.save_for_backward(*kept)
+        ctx.deposit = kept if isinstance(kept, Deposit) else None
+        ctx.save_for_backward(*(kept if isinstance(kept, tuple) else ()))
         ctx.set_materialize_grads(False)
         return output.detach()
 
@@ -83,7 +128,8 @@ class Tap(torch.autograd.Function):
         (grad,) = grads
         receive = ctx.record.switch.receive
         if receive is not None and grad is not None:
-            kept = ctx.saved_tensors  # may compute a checkpointed region again, under the tape
+            # asking for what was saved may compute a checkpointed region again, under the tape
+            kept = ctx.saved_tensors if ctx.deposit is None else ctx.deposit.take()
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 receive(ctx.record, grad, kept)
         return grad, None, None, None

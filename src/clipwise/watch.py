@@ -15,11 +15,11 @@ from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
 from .program import ProgramCall
-from .registry import REWRITES, RULES, SPREADS, Rule, Use
+from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import map_values
-from .taps import Record, Slot, Tap
+from .taps import Deposit, Record, Slot, Tap
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -140,8 +140,11 @@ class Watch(TorchFunctionMode):
         use, tape_marks = Use(func, args, kwargs, tracked), self.tape.marks
         if torch._C._are_functorch_transforms_active():
             raise self._not_covered(use, "is used inside a torch.func transform (vmap, grad …)")
+        if func in INSIDE:
+            with self:
+                return INSIDE[func](self, use)
         if func in SPREADS:
-            spread_out = SPREADS[func](use, self._tap_weight)
+            spread_out = SPREADS[func](use, self.tap_weight)
             if spread_out is not None:
                 return self._on_examples(func, trait, *spread_out)
         if trait.writes and use.tracks(_written(trait, args, kwargs)):
@@ -184,7 +187,7 @@ class Watch(TorchFunctionMode):
             "That is not covered: write it with real numbers and whole batches, or freeze the parameter.",
         )
 
-    def _tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
+    def tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
         """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
         use = Use(torch.Tensor.expand, (weight,), {}, [weight])
@@ -203,8 +206,13 @@ class Watch(TorchFunctionMode):
         self.note(use.func, trait_of(use.func), use.args, use.kwargs, tapped)
         return tapped
 
-    def insert_tap(self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], local: Tensor | None = None) -> Tensor:
-        """`output` behind a tap that remembers the call. `local` is the output to differentiate, where no rule does."""
+    def insert_tap(
+        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
+    ) -> Tensor:
+        """`output` behind a tap that remembers the call.
+
+        `local` is the output to differentiate, where no rule does. With a `deposit`, that is where the rule's tensors come from.
+        """
         tape = self.tape
         if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
             raise self._not_covered(use, "takes part in complex arithmetic")
@@ -214,7 +222,7 @@ class Watch(TorchFunctionMode):
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape
-        return Tap.apply(output, tape.anchor, record, kept)
+        return Tap.apply(output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
         """The call with a Slot for each tensor that the rule reads, and these tensors."""

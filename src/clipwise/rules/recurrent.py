@@ -1,0 +1,193 @@
+"""RNN, LSTM and GRU layers through the stock fused kernels, and their cells (paper, Sections 5.3 and 5.4).
+
+The kernel is fed pre-activations instead of inputs: u = x W_ihᵀ + b_ih by one matrix product, then the same kernel on u with
+the identity as its input weights. The gradient of its input is then the gradient dz of the pre-activations at every time
+step, from the kernel's own backward pass, and with h_{t-1} from its outputs
+
+    W_ih ← Σ_t dz_t ⊗ x_t,   W_hh ← Σ_t dz_t ⊗ h_{t-1},   b_ih, b_hh ← Σ_t dz_t.
+
+GRU: on the hidden side the new gate's gradient is r ⊙ dz_n, with the reset gate r computed again from h_{t-1}. A projected
+LSTM, h = W_hr m, is the unprojected one with recurrent weights W_hh W_hr. Stacked and bidirectional layers run layer by
+layer, direction by direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..factors import Dense, Outer
+from ..functions import trait_of
+from ..marks import CONSTANT, TRACKED
+from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
+from ..taps import Deposit, Keep, Record, Slot
+from .timeline import Packed, Padded, Timeline
+
+if TYPE_CHECKING:
+    from ..watch import Watch
+
+_KERNELS: list[Callable[..., Any]] = [torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one layer in one direction, in PyTorch's order."""
+
+    w_ih: Tensor
+    w_hh: Tensor
+    b_ih: Tensor | None = None
+    b_hh: Tensor | None = None
+    w_hr: Tensor | None = None  # projection of an LSTM's output
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], biases: bool) -> Weights:
+        ih, hh, *rest = tensors
+        b_ih, b_hh = (rest.pop(0), rest.pop(0)) if biases else (None, None)
+        return cls(ih, hh, b_ih, b_hh, rest[0] if rest else None)
+
+
+@inside(*_KERNELS)
+def recurrent(watch: Watch, use: Use) -> Any:
+    """torch.lstm and its relatives, on padded or packed sequences."""
+    packed = isinstance(use.args[3], list | tuple)
+    x, *middle = use.args
+    timeline: Timeline = Packed(middle.pop(0)) if packed else Padded(bool(use.args[8]))
+    state, tensors, biases, layers, dropout, training, both, *_ = middle
+    hidden, memory = state if isinstance(state, list | tuple) else (state, None)
+    directions = 2 if both else 1
+    each = len(tensors) // (layers * directions)
+    finals: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            place = layer * directions + direction
+            weights = Weights.of(list(tensors[place * each : (place + 1) * each]), biases)
+            start = [part[place : place + 1] for part in (hidden, memory) if part is not None]
+            output, *final = _Layer(watch, use.func, weights, timeline, reverse=direction == 1).run(x, start)
+            outputs.append(output)
+            finals.append(tuple(final))
+        x = torch.cat(outputs, -1) if both else outputs[0]
+        if dropout and training and layer < layers - 1:
+            x = F.dropout(x, dropout)
+    return (x, *(torch.cat(parts) for parts in zip(*finals)))
+
+
+class _Layer:
+    """One layer in one direction."""
+
+    def __init__(self, watch: Watch, kernel: Callable[..., Any], weights: Weights, timeline: Timeline, reverse: bool):
+        self.watch, self.kernel, self.weights, self.timeline, self.reverse = watch, kernel, weights, timeline, reverse
+
+    def run(self, x: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+        """(outputs, final state …)"""
+        weights, marks = self.weights, self.watch.tape.marks
+        u = F.linear(x, weights.w_ih, weights.b_ih)
+        if self.reverse:
+            u = self.timeline.reversed(u)
+        if weights.w_hr is not None and not (marks.kind(state[0]) == CONSTANT and not bool(state[0].any())):
+            u = self.timeline.add_to_first_step(u, F.linear(state[0], weights.w_hh))
+        state = [self.watch.tap_weight(part) if marks.kind(part) == TRACKED else part for part in state]
+        if weights.w_hr is not None:
+            state[0] = state[1].new_zeros(state[1].shape)
+        output, *final = self._through_kernel(u, state)
+        if weights.w_hr is not None:
+            output, final[0] = F.linear(output, weights.w_hr), F.linear(final[0], weights.w_hr)
+        return (self.timeline.reversed(output) if self.reverse else output), *final
+
+    def _through_kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+        """The stock kernel on pre-activations, between a tap and the `Keep` that brings the tap what it needs."""
+        watch, weights = self.watch, self.weights
+        tracked = [w for w in (weights.w_hh, weights.b_hh, weights.w_hr) if w is not None and watch.tape.marks.kind(w) == TRACKED]
+        state = [part.to(u.dtype) for part in state]
+        if not tracked:
+            return self._kernel(u, state)
+        deposit = Deposit(self._prepare)
+        names = {"w_hh": weights.w_hh, "b_hh": weights.b_hh, "w_hr": weights.w_hr}
+        slots = (Slot(0, True), Slot(1, True), Slot(2, False))
+        use = Use(self.kernel, slots, {name: w for name, w in names.items() if any(w is t for t in tracked)}, tracked)
+        u = watch.insert_tap(u, use, _RULE, [u.grad_fn] if u.requires_grad else [], deposit=deposit)
+        outputs = self._kernel(u, state)
+        upstream = [part.grad_fn for part in (u, *state) if part.requires_grad]
+        record = Record(use, _RULE, (), 0, watch.tape.switch, upstream, None)
+        kept = [outputs[0], state[0], u, weights.w_hh, weights.b_hh, weights.w_hr]
+        return Keep.apply(record, deposit, tuple(t for t in kept if t is not None), *outputs)
+
+    def _kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+        weights = self.weights
+        with torch._C.DisableTorchFunction():
+            w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
+            tensors = [torch.eye(u.shape[-1], dtype=u.dtype, device=u.device), w_hh.to(u.dtype)]
+            if weights.b_hh is not None:
+                tensors += [torch.zeros_like(weights.b_hh, dtype=u.dtype), weights.b_hh.to(u.dtype)]
+            given = tuple(state) if self.kernel is torch.lstm else state[0]
+            args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
+            outputs = self.kernel(*args)
+        self.watch.note(self.kernel, trait_of(self.kernel), args, {}, outputs)
+        return outputs
+
+    def _prepare(self, output: Tensor, start: Tensor, u: Tensor, w_hh: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """What the rule reads: h_{t-1}, a second tensor of rows, and the recurrent weights."""
+        previous = self.timeline.previous(output, start)
+        if self.weights.w_hr is not None:
+            return previous @ rest[-1].to(previous.dtype).mT, previous, w_hh
+        if self.kernel is not torch.gru:
+            return previous, previous, w_hh
+        width = w_hh.shape[1]
+        bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
+        reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
+        return previous, reset, w_hh
+
+
+def _factors(call: Call) -> Factors:
+    """From dz, the gradient of the pre-activations."""
+    previous, second, w_hh = call.args
+    w, bias, projection = call.bind("", "", "", "w_hh", "b_hh", "w_hr")[3:]
+    grad = call.output_grad
+    if call.func is torch.gru:
+        width = second.shape[-1]
+        grad = torch.cat([grad[..., : 2 * width], grad[..., 2 * width :] * second], -1)
+    factors: Factors = {}
+    if w is not None:
+        factors[w] = Outer(grad, previous)
+    if bias is not None:
+        factors[bias] = Dense.summed(grad, bias.shape)
+    if projection is not None:
+        factors[projection] = Outer(grad @ w_hh.to(grad.dtype), second)
+    return factors
+
+
+_RULE = Rule(_factors, row_axes=all_but_last(1), trusted=True)
+
+
+def _gates(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None) -> tuple[Tensor, Tensor]:
+    return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
+
+
+@rewrite(torch.lstm_cell)
+def lstm_cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> tuple[Tensor, Tensor]:
+    of_x, of_h = _gates(x, hx[0], w_ih, w_hh, b_ih, b_hh)
+    i, f, g, o = (of_x + of_h).chunk(4, -1)
+    c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+@rewrite(torch.gru_cell)
+def gru_cell(x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+    (r, z, n), (hr, hz, hn) = (part.chunk(3, -1) for part in _gates(x, hx, w_ih, w_hh, b_ih, b_hh))
+    z = (z + hz).sigmoid()
+    return (1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * hx
+
+
+@rewrite(torch.rnn_tanh_cell)
+def rnn_tanh_cell(x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+    return torch.add(*_gates(x, hx, w_ih, w_hh, b_ih, b_hh)).tanh()
+
+
+@rewrite(torch.rnn_relu_cell)
+def rnn_relu_cell(x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+    return torch.add(*_gates(x, hx, w_ih, w_hh, b_ih, b_hh)).relu()
