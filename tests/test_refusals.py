@@ -84,16 +84,6 @@ def test_an_uncovered_use_is_named():
     assert type(refused.value).__module__ == "clipwise"
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM(4, 3), nn.GRU(4, 3), nn.RNN(4, 3)])
-@pytest.mark.parametrize("fallback", [True, False])
-def test_recurrent_layers_are_refused_by_name(layer, fallback):
-    """… without a repair that would be refused as well."""
-    with pytest.raises(cw.UncoveredUse, match="which has no rule") as refused, cw.capture(layer, fallback=fallback):
-        layer(torch.randn(2, 5, 4))
-    assert "are used by torch." in str(refused.value)
-    assert "fallback" not in str(refused.value)
-
-
 def test_articles():
     from clipwise.marks import with_article
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import clipwise as cw
-from helpers import ALL_METHODS, Net, assert_exact
+from clipwise.testing import squared_output
+from helpers import ALL_METHODS, Net, assert_exact, examples
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=2), rows=st.integers(1, 6), padding=st.sampled_from([None, 0, -1]), sparse=st.booleans())
@@ -74,3 +75,62 @@ def test_position_ids_given_as_input():
         losses = cw.testing.squared_output(model(positions, ids))
     norms = torch.stack([grad.flatten(1).square().sum(1) for grad in reference.values()]).sum(0).sqrt()
     assert torch.allclose(cw.per_example_norms(tape, losses).double(), norms, rtol=1e-5)
+
+
+# --- bags
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_bags_of_one_length_with_repeated_ids(mode, padding):
+    model = Net(lambda s, ids: torch.sin(s.e(ids)), e=nn.EmbeddingBag(5, 3, mode=mode, padding_idx=padding))
+    ids = torch.tensor([[0, 0, 1], [2, 2, 2], [4, 2, 4], [1, 3, 1]])
+    assert_exact(model, ids, methods=ALL_METHODS)
+    torch.testing.assert_close(_watched(model, ids), model(ids))
+
+
+def test_bags_with_weights_of_every_record():
+    model = Net(lambda s, ids, w: torch.sin(F.embedding_bag(ids, s.e.weight, per_sample_weights=w, mode="sum")), e=nn.EmbeddingBag(5, 3))
+    assert_exact(model, torch.randint(0, 5, (4, 3)), examples(4, 3), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_bags_of_different_lengths(mode, last, weighted):
+    """One long vector of ids and where each bag begins; the reference is one loss at a time."""
+    if weighted and mode != "sum":
+        pytest.skip("PyTorch has weights for sums only")
+    model = Net(
+        lambda s, ids, offsets, w: s.out(s.e(ids, offsets, w)),
+        e=nn.EmbeddingBag(6, 3, mode=mode, include_last_offset=last),
+        out=nn.Linear(3, 2),
+    ).double()
+    for _ in range(3):
+        ids = torch.randint(0, 6, (11,))
+        offsets = torch.tensor([0, 3, 3, 7, 8] + [11] * last)
+        scales = torch.randn(11, dtype=torch.float64) if weighted else None
+        rows = [
+            torch.autograd.grad(loss, list(model.parameters()))
+            for loss in [squared_output(model(ids, offsets, scales))[i] for i in range(5)]
+        ]
+        norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+        for method in ALL_METHODS:
+            with cw.capture(model) as tape:
+                losses = squared_output(model(ids, offsets, scales))
+            torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+            found = cw.clipped_gradients(tape, losses, cw.flat(1e9), method=method)
+            for name, column in zip(found, zip(*rows)):
+                torch.testing.assert_close(found[name], torch.stack([grad.to_dense() for grad in column]).sum(0))
+
+
+def _watched(model, *inputs):
+    with cw.capture(model):
+        return model(*inputs)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True, "mode": "sum"}])
+def test_bags_whose_gradient_depends_on_the_batch(option):
+    model = nn.EmbeddingBag(5, 3, **option)
+    with pytest.raises(cw.UncoveredUse, match=next(iter(option))), cw.capture(model):
+        model(torch.randint(0, 5, (4, 3)))

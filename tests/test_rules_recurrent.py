@@ -213,3 +213,18 @@ def test_sensitivity(kind, precision):
         None if precision == "float32" else lambda: torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     )
     assert sensitivity(model, [x], 0.7, loss=lambda out: out.float().flatten(1).sum(1), context=context) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("batch", [3, 5])
+def test_a_packed_sequence_as_the_model_s_input(kind, batch):
+    layer = LAYERS[kind](3, 4, batch_first=True).double()
+    lengths = torch.tensor([2, 5, 1, 4, 3][:batch])
+    packed = pack_padded_sequence(examples(batch, 5, 3), lengths, batch_first=True, enforce_sorted=False)
+    loss = lambda out: squared_output(pad_packed_sequence(out[0], batch_first=True)[0])
+    rows = [torch.autograd.grad(loss(layer(packed))[i], list(layer.parameters())) for i in range(batch)]
+    norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+    for _ in range(4):
+        with cw.capture(layer) as tape:
+            losses = loss(layer(packed))
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)

@@ -3,6 +3,7 @@
 from . import rules as _rules  # noqa: F401  (importing it registers the rules)
 from . import testing
 from .clipping import Clipping, automatic, flat, per_group, per_layer
+from .declared import constant, owners
 from .errors import (
     BadClipping,
     ConsumedTape,
@@ -16,7 +17,6 @@ from .errors import (
     WrongRule,
 )
 from .factors import Convolution, Dense, Outer, Rows
-from .marks import constant
 from .registry import Call, rewrite, rule
 from .release import clipped_gradients, clipped_loss, per_example_norms
 from .tape import Tape, capture
@@ -47,6 +47,7 @@ __all__ = [
     "clipped_loss",
     "constant",
     "flat",
+    "owners",
     "per_example_norms",
     "per_group",
     "per_layer",

@@ -19,24 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .declared import is_declared_constant
 from .errors import StateWrite, UncoveredUse
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
 _RANDOM = 3  # a constant that is drawn anew in every step
-
-_declared: dict[int, weakref.ref[Tensor]] = {}
-
-
-def constant(tensor: Tensor) -> Tensor:
-    """Declare that `tensor` carries no examples: a shared mask, a table of prototypes. Returns the tensor itself."""
-    key = id(tensor)
-    _declared[key] = weakref.ref(tensor, lambda _: _declared.pop(key, None))
-    return tensor
-
-
-def is_declared_constant(tensor: Tensor) -> bool:
-    declared = _declared.get(id(tensor))
-    return declared is not None and declared() is tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

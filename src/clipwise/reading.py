@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .declared import declared_owners
 from .layout import EvenGrouping, Layout, Table
 from .numerics import accumulation_dtype, unit_roundoff
 
@@ -28,9 +29,10 @@ class Reading:
     reordered: Tensor | None = None
     swapped: bool = False
     squares_shared: bool = False
+    fixed: frozenset[int] = frozenset()  # ids of tensors that number rows and are no rows themselves
 
     @classmethod
-    def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]]) -> Reading:
+    def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]], fixed: Iterable[int] = ()) -> Reading:
         """placements: where the examples lie at each tap, and the number of rows there, from the losses downwards."""
         tables = {}
         for placement, rows in placements:
@@ -38,7 +40,19 @@ class Reading:
                 tables[rows] = placement.table.cpu()
             elif rows != batch:
                 tables[rows] = EvenGrouping(rows, batch, placement.order).owners()
-        return cls(batch, {size: owners for size, owners in tables.items() if size != batch}, tables.get(batch))
+        others = {size: owners for size, owners in tables.items() if size != batch}
+        return cls(batch, others, tables.get(batch), fixed=frozenset(fixed))
+
+    def with_declared(self, tensors: Iterable[Tensor]) -> Reading:
+        """The caller's word goes before what the taps say."""
+        declared = {len(tensor): found for tensor in tensors if (found := declared_owners(tensor)) is not None}
+        for size, owners in declared.items():
+            if bool((owners >= self.batch).any()):
+                raise ValueError(
+                    f"clipwise.owners names example {int(owners.max())} for one of {size} rows, but there are {self.batch} losses"
+                )
+        others = {size: owners for size, owners in declared.items() if size != self.batch}
+        return replace(self, tables={**self.tables, **others}, reordered=declared.get(self.batch, self.reordered)) if declared else self
 
     def owners(self, size: int) -> Tensor | None:
         """(size,): the example of each row, -1 for none; None if an axis of this length holds no examples."""
@@ -48,17 +62,22 @@ class Reading:
 
     def choices(self, tensors: Sequence[Tensor]) -> list[Reading]:
         """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance."""
+        tensors = [tensor for tensor in tensors if id(tensor) not in self.fixed]
         exact = any(self.batch in tensor.shape[:2] for tensor in tensors)
         straight = replace(self, reordered=None, tables={} if exact else self.tables)
         found = [straight]
         if any(tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1] == self.batch for tensor in tensors):
             found += [replace(straight, swapped=True), replace(straight, squares_shared=True)]
+        if exact and any(tensor.dim() and tensor.shape[0] in self.tables for tensor in tensors):
+            found.append(replace(straight, tables=self.tables))
         if self.reordered is not None:
             found.append(replace(straight, reordered=self.reordered))
         return found
 
     def axis(self, tensor: Tensor) -> int | None:
         """The axis of `tensor` that holds examples: the first or the second."""
+        if id(tensor) in self.fixed:
+            return None
         if self.squares_shared and tensor.shape == (self.batch, self.batch):
             return None
         for axis in (1, 0) if self.swapped else (0, 1):
@@ -77,6 +96,8 @@ class Reading:
     def select(self, value: Any, examples: Sequence[int]) -> Any:
         """The rows of these examples."""
         if isinstance(value, Tensor):
+            if id(value) in self.fixed:
+                return value
             axis = self.axis(value)
             return value.detach().clone() if axis is None else value.detach().index_select(axis, self._rows(value, axis, examples))
         return type(value)(value[i].detach().clone() for i in examples) if self.is_list_of_examples(value) else value
@@ -135,11 +156,12 @@ class Exchange:
         if axis is None:
             return value.detach().clone()
         size = value.shape[axis]
-        kept = self.kept_rows(size)
-        others = torch.tensor([row for row in range(size) if row not in set(kept.tolist())], dtype=torch.long)
+        kept, owners = self.kept_rows(size), self.reading.owners(size)
+        assert owners is not None
+        others = torch.nonzero((owners >= 0) & ~torch.isin(owners, torch.tensor(sorted(self.kept))))[:, 0]  # a row of nobody stays
         if not len(others) or not len(kept):
             return value.detach().clone()
-        one_row_each = torch.equal(self.reading.owners(size), torch.arange(size))  # type: ignore[arg-type]
+        one_row_each = torch.equal(owners, torch.arange(size))
         source = value.detach().index_select(axis, others.to(value.device))
         if one_row_each and not self.strange:
             dice = random.Random()

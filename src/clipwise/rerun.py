@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
+from .declared import is_declared_constant
 from .errors import MixedExamples, StateWrite
-from .marks import is_declared_constant
 from .program import ProgramCall
 from .reading import Exchange, Reading, shaken
 from .still import Still
@@ -114,7 +114,9 @@ class _Trial:
         self.parameters = parameters
         size = sum(tensor.numel() for tensor in every_tensor(call.result)) // max(reading.batch, 1)
         most = EXAMPLES_IN_A_RUN if size < _LARGE_OUTPUT else _FEWER_EXAMPLES
-        self.few = sorted(random.Random().sample(speaking, min(len(speaking), most)))
+        self.numbered = any(id(tensor) in reading.fixed for tensor in every_tensor([call.args, call.kwargs]))
+        everyone = list(range(reading.batch))
+        self.few = everyone if self.numbered else sorted(random.Random().sample(speaking, min(len(speaking), most)))
 
     def verdict(self) -> bool | None:
         """True: the rows are alone. False: they are not. None: nothing can be read from this call."""
@@ -175,7 +177,7 @@ class _Trial:
 
     def _axes_without_most(self, base: _Run, reading: Reading) -> list[int | None] | None:
         """The batch axis of every output, found by running two examples alone, whose rows must be the same; None if that cannot be run."""
-        if len(self.few) < 2 or (reading is self.reading and reading.batch > len(self.few)):
+        if self.numbered or len(self.few) < 2 or (reading is self.reading and reading.batch > len(self.few)):
             return None
         pair = sorted(random.Random().sample(self.few, 2 if len(self.few) > 2 else 1))
         try:
@@ -186,7 +188,7 @@ class _Trial:
         axes: list[int | None] = []
         for place, (a, b) in enumerate(zip(whole.outputs, part.outputs)):
             differing = [axis for axis in range(a.dim()) if a.dim() == b.dim() and a.shape[axis] != b.shape[axis]]
-            axes.append(differing[0] if len(differing) == 1 else None)
+            axes.append(differing[0] if len(differing) == 1 else reading.axis(a) if a.shape == b.shape else None)
             if len(differing) == 1 and a.is_floating_point() and not part.drew_numbers:
                 owners = reading.owners(a.shape[differing[0]])
                 if owners is None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 _DEPTH = 6
 
@@ -20,6 +21,15 @@ def every_tensor(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     elif depth:
         for item in _items(value):
             yield from every_tensor(item, depth - 1)
+
+
+def row_numbers(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Tensors that say which rows belong to whom, in structures known to hold such: packed sequences."""
+    if isinstance(value, PackedSequence):
+        yield from (tensor for tensor in value[1:] if tensor is not None)
+    elif depth:
+        for item in _items(value):
+            yield from row_numbers(item, depth - 1)
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> Any:

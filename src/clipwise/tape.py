@@ -18,7 +18,7 @@ from .layout import Layout
 from .marks import Marks
 from .moving import Moves
 from .program import ProgramCall
-from .structure import every_tensor
+from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
 from .watch import Watch
 
@@ -73,6 +73,7 @@ class Tape:
         self.needs_graph = False  # some weight is pulled back through autograd
         self.paused = False
         self.compiler_silenced = False
+        self.fixed: dict[int, Tensor] = {}  # where bags begin, lengths of sequences: they number rows and are no rows themselves
         self.root_calls: list[RootCall] = []
         self.program: list[ProgramCall] = []  # what happened outside the captured modules
         self.depth = 0  # captured modules that are running
@@ -169,6 +170,7 @@ class Tape:
         self._spent.update({id(record): record for record in self._heard.pop(id(losses), [])})
         self.root_calls.clear()
         self.program.clear()
+        self.fixed.clear()
         key = id(losses)
         self._consumed[key] = weakref.ref(losses, lambda _: self._consumed.pop(key, None))
 
@@ -221,6 +223,7 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
             entered.append((args, kwargs))
             with tape.pause():
                 tape.marks.enters(every_tensor([args, kwargs]))
+                tape.fixed.update({id(tensor): tensor for tensor in row_numbers([args, kwargs])})
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if tape.paused:

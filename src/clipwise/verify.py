@@ -24,6 +24,7 @@ from .reading import Reading
 from .replay import check_losses_alone
 from .rerun import EXAMPLES_IN_A_RUN, check_rows_alone
 from .separation import Codes, Measurement
+from .structure import every_tensor
 from .tape import Tape
 from .taps import Record
 
@@ -167,7 +168,11 @@ def _check_forward(tape: Tape, losses: Tensor, heard: Sequence[Heard], placed: _
     """Mixing without a gradient path, in the captured modules and around them."""
     shapes = {id(record): grad for record, grad, _ in heard}
     rows = [(place, to_rows(shapes[key], place.axes).shape[0]) for key, place in placed.places.items()]
-    reading = check_rows_alone(tape, losses, Reading.from_taps(len(losses), rows), nodes)
+    inputs = (
+        tensor for call in (*tape.program, *(root.call for root in tape.root_calls)) for tensor in every_tensor([call.args, call.kwargs])
+    )
+    reading = Reading.from_taps(len(losses), rows, tape.fixed).with_declared(inputs)
+    reading = check_rows_alone(tape, losses, reading, nodes)
     check_losses_alone(tape, losses, reading)
 
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UncoveredUse
 from ..factors import Rows
-from ..registry import Call, Factors, own_rule, rewrite
+from ..registry import Call, Factors, Use, inside, own_rule, rewrite
+
+if TYPE_CHECKING:
+    from ..watch import Watch
+
+
+def _refuse_options(function: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Options under which one example's gradient depends on another."""
+    if max_norm is not None:
+        raise UncoveredUse(
+            f"{function}(max_norm=…) rescales the rows that this batch looks up, in place: the batch changes the model before any noise.",
+            "Leave max_norm out, or renormalise the whole table after each optimizer step.",
+        )
+    if scale_grad_by_freq:
+        raise UncoveredUse(
+            f"{function}(scale_grad_by_freq=True) divides a gradient by how often the whole batch looks that row up.",
+            "Leave scale_grad_by_freq out; no example has such a gradient of its own.",
+        )
 
 
 @rewrite(F.embedding)
@@ -22,18 +41,65 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """Refuses the options under which one example's gradient depends on another, and never makes sparse gradients: noise is dense."""
-    if max_norm is not None:
-        raise UncoveredUse(
-            "F.embedding(max_norm=…) rescales the rows that this batch looks up, in place: the batch changes the model before any noise.",
-            "Leave max_norm out, or renormalise the whole table after each optimizer step.",
-        )
-    if scale_grad_by_freq:
-        raise UncoveredUse(
-            "F.embedding(scale_grad_by_freq=True) divides a gradient by how often the whole batch looks that row up.",
-            "Leave scale_grad_by_freq out; no example has such a gradient of its own.",
-        )
+    _refuse_options("F.embedding", max_norm, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return torch.embedding(weight, input, padding)
+
+
+@inside(F.embedding_bag)
+def embedding_bag(watch: Watch, use: Use) -> Tensor:
+    """Look-ups, then a sum, mean or maximum over each bag. Bags are rows of ids, or pieces of one long vector."""
+    ids, weight, offsets, max_norm, _, by_frequency, mode, _, scales, last, padding_idx = use.bind(
+        *_BAG, max_norm=None, scale_grad_by_freq=False, mode="mean", include_last_offset=False
+    )
+    _refuse_options("F.embedding_bag", max_norm, by_frequency)
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
+    rows = F.embedding(ids, weight, padding)  # (B, L, d) or (N, d)
+    kept = torch.ones_like(ids, dtype=rows.dtype) if padding is None else (ids != padding).to(rows.dtype)
+    if scales is not None:
+        rows = rows * scales.unsqueeze(-1)
+    if ids.dim() == 2:
+        return _over_axis(rows, kept, mode)
+    watch.tape.fixed[id(offsets)] = offsets
+    return _over_pieces(rows, kept, offsets[:-1] if last else offsets, mode)
+
+
+_BAG = (
+    "input",
+    "weight",
+    "offsets",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+
+
+def _over_axis(rows: Tensor, kept: Tensor, mode: str) -> Tensor:
+    """rows: (B, L, d), kept: (B, L), 0 for padding"""
+    if mode == "max":
+        found = torch.where(kept.unsqueeze(-1) > 0, rows, float("-inf")).max(1).values
+        return torch.where(kept.sum(1, keepdim=True) > 0, found, 0.0)
+    total = (rows * kept.unsqueeze(-1)).sum(1)
+    return total if mode == "sum" else total / kept.sum(1, keepdim=True).clamp(min=1)
+
+
+def _over_pieces(rows: Tensor, kept: Tensor, offsets: Tensor, mode: str) -> Tensor:
+    """rows: (N, d), kept: (N,), offsets: (B,), where each bag begins"""
+    place = torch.arange(len(rows), device=rows.device)
+    bag = torch.searchsorted(offsets.to(place.dtype), place, right=True) - 1
+    empty = rows.new_zeros(len(offsets), rows.shape[1])
+    counts = rows.new_zeros(len(offsets)).index_add(0, bag, kept).unsqueeze(1)
+    if mode == "max":
+        filled = torch.where(kept.unsqueeze(-1) > 0, rows, float("-inf"))
+        found = empty.scatter_reduce(0, bag.unsqueeze(1).expand_as(rows), filled, "amax", include_self=False)
+        return torch.where(counts > 0, found, 0.0)
+    total = empty.index_add(0, bag, rows * kept.unsqueeze(-1))
+    return total if mode == "sum" else total / counts.clamp(min=1)
 
 
 @own_rule(torch.embedding)
