@@ -20,6 +20,7 @@ from .factors import Convolution, Dense, Outer, Rows
 from .registry import Call, rewrite, rule
 from .release import clipped_gradients, clipped_loss, per_example_norms
 from .tape import Tape, capture
+from .token_losses import token_losses
 
 __version__ = "0.1.0"
 
@@ -54,4 +55,5 @@ __all__ = [
     "rewrite",
     "rule",
     "testing",
+    "token_losses",
 ]

@@ -26,7 +26,10 @@ def check_losses(tape: Tape, losses: Tensor) -> None:
 
 def _shape_repair(losses: object) -> str:
     if isinstance(losses, Tensor) and losses.dim() == 0:
-        return 'Keep the examples apart: reduction="none", e.g. F.cross_entropy(output, target, reduction="none").'
+        return (
+            'Keep the examples apart: reduction="none", e.g. F.cross_entropy(output, target, reduction="none"); for the `.loss` of a '
+            "Hugging Face language model: clipwise.token_losses(output.logits, labels)."
+        )
     if isinstance(losses, Tensor) and losses.dim() == 2 and losses.shape[1] == 1:
         return "Drop the last axis: losses.squeeze(1); and compare the model's output with targets of the same shape."
     if isinstance(losses, Tensor) and losses.dim() > 1:

@@ -1,7 +1,7 @@
 """Who is who on the tape: parameters, weights derived from them, constants, and example data.
 
 Example data is what nobody vouched for: everything that enters from outside, and whatever is computed from it. A tensor
-counts as constant if it is a buffer or a frozen parameter, if it was made inside from nothing (`arange`, `zeros`), from
+counts as constant if it is a buffer, a frozen parameter or another tensor that a module holds, if it was made inside from nothing (`arange`, `zeros`), from
 constants alone, if it has no axes, if its first axis is 1 while other inputs' are longer, or if it was declared so. A
 tensor computed from parameters and constants alone that carries gradient is a *derived weight*.
 
@@ -12,7 +12,7 @@ gradients are exact too, only slower. Neither gives a wrong number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,15 @@ def _forgetter(marks: Marks) -> Callable[[_Key], None]:
     return forget
 
 
+def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a module holds without having registered them: ids of virtual tokens, tables of positions."""
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple) and name[:1] != "_":
+            yield from (item for item in (value.values() if isinstance(value, dict) else value) if isinstance(item, Tensor))
+
+
 class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
@@ -86,6 +95,8 @@ class Marks:
                     self._buffers.append((full_name, module, name, buffer))
                     if buffer is not None:
                         self._add_state(full_name, buffer)
+                for tensor in _plain_attributes(module):
+                    self._put(tensor, CONSTANT)
 
     def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
         if id(parameter) not in self.parameters:
