@@ -27,13 +27,13 @@ Watching = Callable[[], AbstractContextManager[None]]
 
 
 def _watching(tape: Tape) -> Watching:
-    """tape.watching, held weakly: the tape keeps the gradients, and a cycle would keep the graph until someone collects garbage."""
+    """tape.looking_back, held weakly: the tape keeps the gradients, and a cycle would keep the graph until someone collects garbage."""
     weak = weakref.ref(tape)
 
     def watching() -> AbstractContextManager[None]:
         tape = weak()
         assert tape is not None, "the tape lives as long as its gradients are asked for"
-        return tape.watching()
+        return tape.looking_back()
 
     return watching
 

@@ -44,12 +44,15 @@ PLAIN = set(
     view_as view_as_complex view_as_real vsplit vstack where xlogy zero zeros zeros_like real imag data H mH
     uniform normal exponential random geometric cauchy log_normal rms_norm_ feature_alpha_dropout feature_dropout max_unpool1d
     max_unpool2d max_unpool3d native_group_norm linalg_norm linalg_vector_norm matrix_norm outer cross bincount histc
-    split_with_sizes alias detach_ retain_grad hardswish_ clamp_ set_ apply_ map_ share_memory_ pin_memory index_fill""".split()
+    split_with_sizes alias __invert__ __rpow__ __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __neg__ __pos__ __abs__ log_sigmoid
+    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_fftshift fft_ifftshift hfft ihfft
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell detach_ retain_grad hardswish_ clamp_ set_ apply_ map_ share_memory_ pin_memory index_fill""".split()
 )
 _ENTRYWISE = set(
     """add sub subtract rsub mul multiply div divide true_divide floor_divide pow where lerp maximum minimum fmax fmin atan2 hypot fmod
     remainder addcmul addcdiv clamp eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor xlogy
-    masked_fill copysign logaddexp heaviside max min""".split()
+    masked_fill copysign logaddexp heaviside max min __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __mod__ __rmod__""".split()
 )
 _ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
 _ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}

@@ -30,9 +30,10 @@ class Reading:
     swapped: bool = False
     squares_shared: bool = False
     fixed: frozenset[int] = frozenset()  # ids of tensors that number rows and are no rows themselves
+    not_rows: frozenset[tuple[int, int]] = frozenset()  # (id of a tensor, axis) whose length does not follow the batch's
 
     @classmethod
-    def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]], fixed: Iterable[int] = ()) -> Reading:
+    def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]]) -> Reading:
         """placements: where the examples lie at each tap, and the number of rows there, from the losses downwards."""
         tables = {}
         for placement, rows in placements:
@@ -40,8 +41,7 @@ class Reading:
                 tables[rows] = placement.table.cpu()
             elif rows != batch:
                 tables[rows] = EvenGrouping(rows, batch, placement.order).owners()
-        others = {size: owners for size, owners in tables.items() if size != batch}
-        return cls(batch, others, tables.get(batch), fixed=frozenset(fixed))
+        return cls(batch, {size: owners for size, owners in tables.items() if size != batch}, tables.get(batch))
 
     def with_declared(self, tensors: Iterable[Tensor]) -> Reading:
         """The caller's word goes before what the taps say."""
@@ -63,7 +63,9 @@ class Reading:
     def choices(self, tensors: Sequence[Tensor]) -> list[Reading]:
         """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance."""
         tensors = [tensor for tensor in tensors if id(tensor) not in self.fixed]
-        exact = any(self.batch in tensor.shape[:2] for tensor in tensors)
+        exact = any(
+            tensor.shape[axis] == self.batch and (id(tensor), axis) not in self.not_rows for tensor in tensors for axis in _two(tensor)
+        )
         straight = replace(self, reordered=None, tables={} if exact else self.tables)
         found = [straight]
         if any(tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1] == self.batch for tensor in tensors):
@@ -81,7 +83,7 @@ class Reading:
         if self.squares_shared and tensor.shape == (self.batch, self.batch):
             return None
         for axis in (1, 0) if self.swapped else (0, 1):
-            if axis < tensor.dim() and self.owners(tensor.shape[axis]) is not None:
+            if axis < tensor.dim() and (id(tensor), axis) not in self.not_rows and self.owners(tensor.shape[axis]) is not None:
                 return axis
         return None
 
@@ -99,10 +101,10 @@ class Reading:
             if id(value) in self.fixed:
                 return value
             axis = self.axis(value)
-            return value.detach().clone() if axis is None else value.detach().index_select(axis, self._rows(value, axis, examples))
+            return value.detach().clone() if axis is None else value.detach().index_select(axis, self.rows_of(value, axis, examples))
         return type(value)(value[i].detach().clone() for i in examples) if self.is_list_of_examples(value) else value
 
-    def _rows(self, tensor: Tensor, axis: int, examples: Sequence[int]) -> Tensor:
+    def rows_of(self, tensor: Tensor, axis: int, examples: Sequence[int]) -> Tensor:
         owners = self.owners(tensor.shape[axis])
         assert owners is not None
         if len(examples) == self.batch:
@@ -127,52 +129,67 @@ class Reading:
         return replace(self, batch=len(examples), tables=tables, reordered=reordered)
 
 
+def _two(tensor: Tensor) -> range:
+    """The axes along which examples may lie."""
+    return range(min(2, tensor.dim()))
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """Other examples' rows replaced: by copies of the examples that are kept, or by rows that no record has."""
+    """Other examples' rows replaced: by copies of the examples that are kept, or by rows that no record has.
+
+    It takes the tensors of the whole batch and leaves the examples `few`. `outputs` reads what comes out for those.
+    """
 
     reading: Reading
     kept: frozenset[int]
     strange: bool
+    few: Sequence[int]
+    outputs: Reading
 
     @classmethod
-    def draw(cls, reading: Reading, strange: bool, trials: int) -> Iterator[Exchange]:
+    def draw(cls, reading: Reading, strange: bool, trials: int, few: Sequence[int], outputs: Reading) -> Iterator[Exchange]:
         """Exchanges of a random half, and next of the other half, so that no example stays in every one of them."""
         kept: frozenset[int] = frozenset()
         for trial in range(trials):
-            others = frozenset(range(reading.batch)) - kept
-            kept = others if trial % 2 and others else frozenset(random.Random().sample(range(reading.batch), (reading.batch + 1) // 2))
-            yield cls(reading, kept, strange)
+            others = frozenset(few) - kept
+            kept = others if trial % 2 and others else frozenset(random.Random().sample(list(few), (len(few) + 1) // 2))
+            yield cls(reading, kept, strange, few, outputs)
 
     def kept_rows(self, size: int) -> Tensor:
-        owners = self.reading.owners(size)
+        """Rows of an output that belong to the examples that are kept."""
+        owners = self.outputs.owners(size)
         assert owners is not None
-        return torch.nonzero(torch.isin(owners, torch.tensor(sorted(self.kept))))[:, 0]
+        whole = len(self.few) == self.reading.batch
+        return torch.nonzero(_among(owners, [i if whole else self.few.index(i) for i in sorted(self.kept)]))[:, 0]
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return self._list(value) if self.reading.is_list_of_examples(value) else value
         axis = self.reading.axis(value)
         if axis is None:
-            return value.detach().clone()
-        size = value.shape[axis]
-        kept, owners = self.kept_rows(size), self.reading.owners(size)
+            return self.reading.select(value, self.few)
+        owners = self.reading.owners(value.shape[axis])
         assert owners is not None
-        others = torch.nonzero((owners >= 0) & ~torch.isin(owners, torch.tensor(sorted(self.kept))))[:, 0]  # a row of nobody stays
+        is_kept = _among(owners, sorted(self.kept))
+        kept, others = (torch.nonzero(mask)[:, 0] for mask in (is_kept, _among(owners, self.few) & ~is_kept))  # a row of nobody stays
         if not len(others) or not len(kept):
-            return value.detach().clone()
-        one_row_each = torch.equal(owners, torch.arange(size))
-        source = value.detach().index_select(axis, others.to(value.device))
-        if one_row_each and not self.strange:
+            return self.reading.select(value, self.few)
+        if torch.equal(owners, torch.arange(len(owners))) and not self.strange:
             dice = random.Random()
             copies = torch.tensor([dice.choice(kept.tolist()) for _ in others], device=value.device)
             new = value.detach().index_select(axis, copies)
         else:  # a record's group may be among the inputs, so records do not change hands between examples that stay and others
-            new = made_up(source)
-        return value.detach().index_copy(axis, others.to(value.device), new)
+            new = made_up(value.detach().index_select(axis, others.to(value.device)))
+        changed = value.detach().index_copy(axis, others.to(value.device), new)
+        return changed.index_select(axis, self.reading.rows_of(value, axis, self.few))
 
     def _list(self, value: Any) -> Any:
-        return type(value)(item.detach().clone() if i in self.kept else made_up(item.detach()) for i, item in enumerate(value))
+        return type(value)(value[i].detach().clone() if i in self.kept else made_up(value[i].detach()) for i in self.few)
+
+
+def _among(owners: Tensor, examples: Sequence[int]) -> Tensor:
+    return torch.isin(owners, torch.tensor(list(examples), dtype=torch.long))
 
 
 def made_up(rows: Tensor) -> Tensor:

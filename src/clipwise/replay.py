@@ -127,7 +127,7 @@ class _Replay:
         if plain is None:  # a call that cannot be run twice says nothing
             return True
         for strange in (False, True):
-            for trial, exchange in enumerate(Exchange.draw(self.reading, strange, TRIALS)):
+            for trial, exchange in enumerate(Exchange.draw(reading, strange, TRIALS, range(reading.batch), reading)):
                 after = self._try(exchange)
                 if after is None or after.generators != plain.generators:
                     break  # rows that no record has need not be accepted; and draws that depend on the data show nothing

@@ -125,7 +125,8 @@ class _Trial:
             inputs, reading = self._selected(self.few), self.reading.among(self.few, sizes)
             base = self._run(inputs)
         except Exception:  # it cannot run on fewer examples: run it on all
-            inputs, reading = self._selected(list(range(self.reading.batch))), self.reading
+            self.few = list(range(self.reading.batch))
+            inputs, reading = self._selected(self.few), self.reading
             base = self._run(inputs)
         try:
             axes = self._axes_without_most(base, reading) or [reading.axis(output) for output in base.outputs]
@@ -137,8 +138,8 @@ class _Trial:
             return None
         held_still = False
         for strange in (False, True):
-            for trial, exchange in enumerate(Exchange.draw(reading, strange, TRIALS)):
-                kept, exchanged = _Kept(exchange, found), map_tensors(inputs, exchange)
+            for trial, exchange in enumerate(Exchange.draw(self.reading, strange, TRIALS, self.few, reading)):
+                kept, exchanged = _Kept(exchange, found), map_tensors((self.call.args, self.call.kwargs), exchange)
                 asked = kept if trial == 0 else None
                 try:
                     other = self._run(exchanged, still=held_still, gradient_of=asked)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .coverage import reentrant_checkpoint
 from .errors import ConsumedTape, UncoveredUse
-from .layout import Layout
+from .experience import Experience
 from .marks import Marks
 from .moving import Moves
 from .program import ProgramCall
@@ -23,22 +23,6 @@ from .taps import Record, Switch
 from .watch import Watch
 
 Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
-
-
-@dataclass
-class Experience:
-    """What was verified about a model: for each way the losses are computed, where the examples lie at each tap."""
-
-    layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
-    examples_tried: int = 0  # in reruns that found no mixing
-    steps: int = 0
-
-    def is_time_to_look_again(self) -> bool:
-        """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""
-        self.steps += 1
-        return self.steps & (self.steps - 1) == 0
-
-    zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
 
 
 _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
@@ -72,6 +56,7 @@ class Tape:
         self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd
         self.paused = False
+        self.is_looking_back = False  # in a backward pass: what moves rows was noted in the forward pass
         self.compiler_silenced = False
         self.fixed: dict[int, Tensor] = {}  # where bags begin, lengths of sequences: they number rows and are no rows themselves
         self.root_calls: list[RootCall] = []
@@ -106,6 +91,16 @@ class Tape:
                 self._stack.close()
                 self.compiler_silenced = False
 
+    @contextlib.contextmanager
+    def looking_back(self) -> Iterator[None]:
+        """The tape is on during a backward pass: checkpointed regions are computed again and must meet the same taps."""
+        before, self.is_looking_back = self.is_looking_back, True
+        try:
+            with self.watching():
+                yield
+        finally:
+            self.is_looking_back = before
+
     def silence_compiler(self) -> None:
         """Regions wrapped in torch.compile run eagerly while the tape is on: it can see eager calls only."""
         self.compiler_silenced = True
@@ -130,14 +125,11 @@ class Tape:
     def backward(
         self, losses: Tensor, weights: Tensor, receive: Receive | None, *, inputs: Sequence[Tensor] = (), retain_graph: bool
     ) -> list[Tensor | None]:
-        """One backward pass of Σ weights[i]·losses[i], with the taps handing over to `receive`; gradients of `inputs`, if any.
-
-        The tape is on meanwhile: checkpointed regions are computed again and must meet the same taps.
-        """
+        """One backward pass of Σ weights[i]·losses[i], with the taps handing over to `receive`; gradients of `inputs`, if any."""
         self.switch.receive = receive
         targets = [self.anchor, *inputs] if receive is not None or not inputs else list(inputs)
         try:
-            with self.watching():
+            with self.looking_back():
                 found = torch.autograd.grad(losses, targets, weights, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" in str(error):

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ Heard = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap's record, the gradien
 
 # The tests for mixing without a gradient path look at a few examples; until so many have been seen, nothing is taken for granted.
 _ENOUGH_EXAMPLES = 2 * EXAMPLES_IN_A_RUN
-_ACCUMULATION = 64  # unit roundoffs that a long sum may drift, relative to the sum of the terms' norms
+# Unit roundoffs that a sum may drift, relative to the sum of its terms' norms: a constant, and eight standard deviations of n
+# roundings, since autograd adds n terms one after the other where a factor adds them in blocks.
+_ACCUMULATION, _PER_ROOT = 64, 8
 _ROUNDED_INPUTS = 8  # … that independently rounded terms may add up to, relative to the root of the sum of their squares
 _NEGLIGIBLE = 1e-3  # of the whole gradient: a parameter whose true gradient is zero has nothing but rounding to compare
 
@@ -69,7 +72,8 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: 
         gradients.finish()
     if placed is not None:
         with tape.pause():
-            conclusive = _check_sums(tape, gradients, placed, max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff))
+            precision = max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff)
+            conclusive = _check_sums(tape, gradients, placed, precision, _most_terms(heard))
         _check_forward(tape, losses, heard, placed, nodes)
         if conclusive:
             _remember(tape, len(losses), way, moving, quiet, placed)
@@ -127,7 +131,16 @@ def _listen(
     return tape.backward(losses, weights, receive, inputs=inputs, retain_graph=True)
 
 
-def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarsest: torch.dtype) -> bool:
+def _most_terms(heard: Sequence[Heard]) -> int:
+    """How many terms the longest sum behind a weight's gradient has: rows, times the places where a row uses the weight."""
+    counts = [1]
+    for record, grad, _ in heard:
+        for weight in record.use.tracked:
+            counts.append(grad.numel() // max((size for size in weight.shape if size and size in grad.shape), default=1))
+    return max(counts)
+
+
+def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarsest: torch.dtype, terms: int) -> bool:
     """Compare Σ s_i g_i by factors with autograd's own. Returns whether nothing stayed open (numbers that are not finite do).
 
     Both sides add the same terms; they differ by the order of the sum (relative to Σ s_i·mass_i), by inputs rounded to the
@@ -147,7 +160,7 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarse
         found = sums[name].double() if name in sums else torch.zeros_like(expected)
         difference, mass = float((found - expected).norm()), weighted.get(name, torch.zeros(1))
         allowed = (
-            _ACCUMULATION * added * (float(mass.sum()) + floor)
+            (_ACCUMULATION + _PER_ROOT * math.sqrt(terms)) * added * (float(mass.sum()) + floor)
             + _ROUNDED_INPUTS * rounded * (float(mass.norm()) + floor)
             + 4 * rounded * float(expected.norm())
         )
@@ -168,10 +181,10 @@ def _check_forward(tape: Tape, losses: Tensor, heard: Sequence[Heard], placed: _
     """Mixing without a gradient path, in the captured modules and around them."""
     shapes = {id(record): grad for record, grad, _ in heard}
     rows = [(place, to_rows(shapes[key], place.axes).shape[0]) for key, place in placed.places.items()]
-    inputs = (
-        tensor for call in (*tape.program, *(root.call for root in tape.root_calls)) for tensor in every_tensor([call.args, call.kwargs])
-    )
-    reading = Reading.from_taps(len(losses), rows, tape.fixed).with_declared(inputs)
+    calls = [*(root.call for root in tape.root_calls), *tape.program]
+    inputs = [tensor for call in calls for tensor in every_tensor([call.args, call.kwargs])]
+    reading = Reading.from_taps(len(losses), rows).with_declared(inputs)
+    reading = replace(reading, fixed=frozenset(tape.fixed), not_rows=tape.experience.not_rows(inputs, len(losses)))
     reading = check_rows_alone(tape, losses, reading, nodes)
     check_losses_alone(tape, losses, reading)
 

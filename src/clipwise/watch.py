@@ -102,7 +102,8 @@ class Watch(TorchFunctionMode):
         elif trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
             marks.mark_constant(result, random=trait.random)
         else:
-            tape.moves.note(trait.name, args, kwargs, marks)
+            if not tape.is_looking_back:
+                tape.moves.note(trait.name, args, kwargs, marks)
             marks.mark_example(result)
         if not tape.depth:
             self.note(func, trait, args, kwargs, result)

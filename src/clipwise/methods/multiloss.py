@@ -38,7 +38,7 @@ def _each_gradient(tape: Tape, losses: Tensor, parameters: list[Tensor]) -> list
     """(B, *shape) for each parameter; one example after the other where some operation cannot be batched."""
     identity = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     try:
-        with tape.watching():
+        with tape.looking_back():
             found = torch.autograd.grad(losses, parameters, identity, retain_graph=True, allow_unused=True, is_grads_batched=True)
         return list(found)
     except RuntimeError:

@@ -1,0 +1,37 @@
+"""What was verified about a model, and is remembered from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .layout import Layout
+
+
+@dataclass
+class Experience:
+    """For each way the losses are computed, where the examples lie at each tap, and how long the inputs were."""
+
+    layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
+    zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
+    examples_tried: int = 0  # in reruns that found no mixing
+    steps: int = 0
+    _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
+
+    def is_time_to_look_again(self) -> bool:
+        """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""
+        self.steps += 1
+        return self.steps & (self.steps - 1) == 0
+
+    def not_rows(self, inputs: Sequence[Tensor], batch: int) -> frozenset[tuple[int, int]]:
+        """(id of a tensor, axis) where a length that now equals the batch's was the same when the batch had another size: a feature."""
+        found = set()
+        for number, tensor in enumerate(inputs):
+            for axis, length in enumerate(tensor.shape[:2]):
+                seen = self._lengths.setdefault((len(inputs), number, tensor.dim(), axis), set())
+                if any(length == before and batch != other for other, before in seen):
+                    found.add((id(tensor), axis))
+                seen.add((batch, length))
+        return frozenset(found)
