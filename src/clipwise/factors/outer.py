@@ -23,8 +23,9 @@ class Outer(Factor):
                 f"Outer needs two tensors that agree in all axes but the last, got {tuple(left.shape)} and {tuple(right.shape)}"
             )
         batch, blocks = left.shape[0], left.shape[1] if groups else 1
-        self.left = to_accumulate(left).reshape(batch, blocks, -1, left.shape[-1])  # (B, G, T, p)
-        self.right = to_accumulate(right).reshape(batch, blocks, -1, right.shape[-1])  # (B, G, T, d)
+        terms = left.shape[1 + groups : -1].numel()
+        self.left = to_accumulate(left).reshape(batch, blocks, terms, left.shape[-1])  # (B, G, T, p)
+        self.right = to_accumulate(right).reshape(batch, blocks, terms, right.shape[-1])  # (B, G, T, d)
         if self.left.dtype != self.right.dtype:
             common = torch.promote_types(self.left.dtype, self.right.dtype)
             self.left, self.right = self.left.to(common), self.right.to(common)
