@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import clipwise as cw
 from helpers import ALL_METHODS, Net, assert_exact, examples
 
 P = nn.Parameter
@@ -139,3 +140,30 @@ def test_stack_and_hstack():
     assert_exact(model, examples(4, 3))
     model = Net(lambda s, x: torch.tanh(torch.hstack([x, s.w.expand(len(x), -1)])), w=P(torch.randn(3)))
     assert_exact(model, examples(4, 3))
+
+
+# --- distances to learned prototypes, and losses against learned targets
+
+DISTANCES = {
+    "cdist": lambda s, x: torch.cdist(x, s.w),
+    "cdist, p=1": lambda s, x: torch.cdist(x, s.w, p=1.0),
+    "cdist of sequences": lambda s, x: torch.cdist(x.unflatten(1, (2, 2)), s.w[:, :2]),
+    "cdist, weight first": lambda s, x: torch.cdist(s.w, x).t(),
+    "pairwise distance": lambda s, x: F.pairwise_distance(x, s.w[:1]).unsqueeze(1),
+    "cosine similarity": lambda s, x: F.cosine_similarity(x.unsqueeze(1), s.w, dim=-1),
+    "cosine similarity, axis 1": lambda s, x: F.cosine_similarity(x, s.w[:1]).unsqueeze(1),
+    "mse loss": lambda s, x: F.mse_loss(x, s.w[0].expand_as(x), reduction="none"),
+    "l1 loss": lambda s, x: F.l1_loss(x, s.w[0].expand_as(x), reduction="none"),
+    "smooth l1 loss": lambda s, x: F.smooth_l1_loss(x, s.w[0].expand_as(x), reduction="none", beta=0.5),
+    "huber loss": lambda s, x: F.huber_loss(x, s.w[0].expand_as(x), reduction="none", delta=0.5),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances(name):
+    model = Net(lambda s, x: DISTANCES[name](s, x), w=P(torch.randn(3, 4)))
+    x = examples(5, 4)
+    assert_exact(model, x, methods=ALL_METHODS)
+    with cw.capture(model):
+        watched = model(x.float())
+    torch.testing.assert_close(watched, model(x.float()), rtol=1e-5, atol=1e-5)

@@ -134,3 +134,26 @@ def test_bags_whose_gradient_depends_on_the_batch(option):
     model = nn.EmbeddingBag(5, 3, **option)
     with pytest.raises(cw.UncoveredUse, match=next(iter(option))), cw.capture(model):
         model(torch.randint(0, 5, (4, 3)))
+
+
+# --- other ways to pick
+
+PICKS = {
+    "rows": lambda s, i: s.w[i[:, 0]],
+    "columns": lambda s, i: s.w[:, i[:, 0]].t(),
+    "entries": lambda s, i: s.w[i[:, 0], i[:, 1]].unsqueeze(1),
+    "entries of a row": lambda s, i: s.w[2, i[:, 1]].unsqueeze(1),
+    "negative ids": lambda s, i: s.w[-1 - i],
+    "index_select": lambda s, i: torch.index_select(s.w, 1, i[:, 0]).t(),
+    "gather": lambda s, i: torch.gather(s.w[:1].expand(len(i), -1), 1, i),
+    "gather along rows": lambda s, i: s.w[:, :2].gather(0, i),
+    "a vector": lambda s, i: s.w[0][i],
+    "three axes": lambda s, i: s.w.view(2, 2, 4)[i[:, 0] % 2, i[:, 1] % 2],
+    "the last axis of three": lambda s, i: s.w.view(2, 2, 4)[:, :, i[:, 0]].permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_picks(name):
+    model = Net(lambda s, i: torch.sin(PICKS[name](s, i)), w=nn.Parameter(torch.randn(4, 4)))
+    assert_exact(model, torch.randint(0, 4, (5, 2)), methods=ALL_METHODS)

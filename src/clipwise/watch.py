@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .derived import needs_autograd
@@ -78,7 +78,7 @@ class Watch(TorchFunctionMode):
                     example = True
                 elif kind == TRACKED:
                     tracked.append(value)
-                elif not isinstance(value, UninitializedTensorMixin) and value.dim() == 0:
+                elif not is_lazy(value) and value.dim() == 0:
                     tape.trail = hash((tape.trail, marks.version_of(value)))
             elif isinstance(value, int):
                 if not takes_sizes or value in _SMALL:

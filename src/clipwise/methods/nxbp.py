@@ -31,7 +31,7 @@ class _RunningSum:
         self.weights.append(mean_weights(scales))
         self.finite.append(finite)
         for name, grad in grads.items():
-            scaled = torch.where(finite, grad * in_working_precision(scales[name], grad.dtype), 0.0)
+            scaled = torch.where(finite[0], grad * in_working_precision(scales[name], grad.dtype)[0], 0.0)
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -121,15 +121,46 @@ def rows_factor(ids: Tensor, grad: Tensor, shape: torch.Size, padding: int = -1)
 @rewrite(torch.index_select, torch.Tensor.index_select)
 def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """Rows of a weight picked by the examples."""
-    return torch.embedding(input.movedim(dim, 0).flatten(1), index).unflatten(-1, input.movedim(dim, 0).shape[1:]).movedim(0, dim)
+    return _look_up(input.movedim(dim, 0), index, to=dim % input.dim())
 
 
 @rewrite(torch.Tensor.__getitem__)
 def getitem(table: Tensor, index: object) -> object:
-    """weight[ids] with ids from the examples: a look-up of whole rows."""
-    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and table.dim() > 1:
-        rows = table.shape[1:]
-        return torch.embedding(table.flatten(1), index % table.shape[0]).unflatten(-1, rows)
-    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and table.dim() == 1:
-        return torch.embedding(table.unsqueeze(1), index % table.shape[0]).squeeze(-1)
-    return NotImplemented
+    """weight[ids], weight[:, ids], weight[rows, columns] with integer tensors from the examples: a look-up of whole rows."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(item is Ellipsis or item is None for item in items):
+        return NotImplemented
+    chosen = [axis for axis, item in enumerate(items) if not (isinstance(item, slice) and item == slice(None))]
+    picks = [items[axis] for axis in chosen]
+    if not chosen or chosen != list(range(chosen[0], chosen[0] + len(chosen))) or not all(map(_is_integer_index, picks)):
+        return NotImplemented
+    sizes = [table.shape[axis] for axis in chosen]
+    flat: Any = 0
+    for pick, size in zip(picks, sizes):
+        flat = flat * size + pick % size
+    rows = table.movedim(chosen, list(range(len(chosen)))).flatten(0, len(chosen) - 1)
+    return _look_up(rows, flat, to=chosen[0])
+
+
+def _is_integer_index(item: object) -> bool:
+    return isinstance(item, int) or (isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32))
+
+
+def _look_up(rows: Tensor, ids: Tensor, to: int = 0) -> Tensor:
+    """rows[ids] through torch.embedding, whatever stands behind the first axis; the axes of ids end up at `to`."""
+    rest = rows.shape[1:]
+    found = torch.embedding(rows.flatten(1) if rest else rows.unsqueeze(1), ids)
+    found = found.unflatten(-1, rest) if rest else found.squeeze(-1)
+    return found.movedim(list(range(ids.dim())), list(range(to, to + ids.dim()))) if to else found
+
+
+@rewrite(torch.gather, torch.Tensor.gather)
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> object:
+    """Entries of a weight picked one by one: a look-up in the list of its entries."""
+    if input.dim() != index.dim() or not input.dim():
+        return NotImplemented
+    flat: Any = 0
+    for axis, size in enumerate(input.shape):
+        along = torch.arange(index.shape[axis], device=index.device).view(-1, *[1] * (input.dim() - 1 - axis))
+        flat = flat * size + (index if axis == dim % input.dim() else along)
+    return _look_up(input.flatten(), flat)
