@@ -1,8 +1,10 @@
 """A walk through torch.nn: every module is exact, parameter-free, a loss, or refused with its reason."""
 
-import copy
 import inspect
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,4 +91,11 @@ def test_containers_of_parameters():
 
 def test_the_walk_has_no_empty_entries():
     assert all(entry.build is not None or entry.status == BASE for entry in TABLE.values())
-    assert copy.copy(TABLE)
+
+
+def test_the_support_page_is_what_the_tables_say():
+    written = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
+    assert (
+        written
+        == subprocess.run([sys.executable, Path(__file__).parent / "torch_nn.py"], capture_output=True, text=True, check=True).stdout
+    )

@@ -265,3 +265,77 @@ TABLE |= {
 }
 for _name in "Container Module ModuleDict ModuleList ParameterDict ParameterList RNNBase RNNCellBase Sequential".split():
     TABLE[_name] = Entry(BASE, note="whatever is inside counts")
+
+
+def page() -> str:
+    """docs/support.md"""
+    lines = [
+        "# What is supported",
+        "",
+        "Written by `python tests/torch_nn.py > docs/support.md` from the tables that the tests run through; a test compares the two.",
+        "*Exact* means: norms and clipped sums equal a float64 loop over examples to 1e-10, by one backward pass. *Refused* means: an",
+        "exception that names the parameter, the place and the repair, before any gradient is handed out.",
+        "",
+        "## torch.nn",
+        "",
+        "| module | | |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {TABLE[name].status} | {TABLE[name].note} |" for name in sorted(TABLE)]
+    lines += [
+        "",
+        "## torch functions with trainable weights among their arguments",
+        "",
+        *_functions(),
+        "",
+        "## Hugging Face",
+        "",
+        *_models(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _functions() -> list[str]:
+    from clipwise.functions import full_name
+    from clipwise.registry import INSIDE, REWRITES, RULES, SPREADS
+
+    def names(functions: Any) -> str:
+        found = sorted({full_name(function).replace("torch.nn.functional.", "F.") for function in functions})
+        return ", ".join(f"`{name}`" for name in found if not name.startswith("torch.Tensor."))
+
+    return [
+        f"- by a rule of their own: {names(RULES)};",
+        f"- entry by entry, whatever the function does to the entries: {names(SPREADS)};",
+        f"- written with simpler calls: {names([*REWRITES, *INSIDE])};",
+        "- functions of `torch.nn.functional` that are themselves written in Python: looked into;",
+        "- anything on weights and constants alone: a derived weight, pulled back by autograd;",
+        "- the methods of `torch.Tensor` of the same names, operators, and in-place forms;",
+        "- everything else: refused by name, or `fallback=True`. Complex numbers and `torch.func` transforms are refused.",
+    ]
+
+
+def _models() -> list[str]:
+    import ast
+    from pathlib import Path
+
+    tree = ast.parse((Path(__file__).parent / "huggingface.py").read_text())
+    cases = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "CASES")
+    adapters = ast.parse((Path(__file__).parent / "test_huggingface.py").read_text())
+    kinds = next(node.value for node in adapters.body if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ADAPTERS")
+    built = {
+        key.value: next(n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute) and n.attr[0].isupper())
+        for key, value in zip(cases.keys, cases.values)
+    }
+    return [
+        "Models as they come, built from small random configurations, with and without dropout, tied weights left tied, exact to 1e-8",
+        "against a float64 loop: " + ", ".join(f"`{name}`" for name in built.values()) + ".",
+        "",
+        "Adapters (peft): " + ", ".join(key.value for key in kinds.keys) + "; also on a quantised base.",
+        "",
+        "A scalar `model(labels=…).loss` is refused; `clipwise.token_losses(logits, labels)` gives one loss a sequence. CLIP's contrastive",
+        "loss is refused: every example's loss depends on the whole batch.",
+    ]
+
+
+if __name__ == "__main__":
+    print(page(), end="")

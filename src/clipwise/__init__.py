@@ -2,6 +2,8 @@
 
 from . import rules as _rules  # noqa: F401  (importing it registers the rules)
 from . import testing
+from .batchnorm import CannotReplace, replace_batchnorm
+from .check import Report, check
 from .clipping import Clipping, automatic, flat, per_group, per_layer
 from .declared import constant, owners
 from .errors import (
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadClipping",
     "Call",
+    "CannotReplace",
     "Clipping",
     "ConsumedTape",
     "Convolution",
@@ -36,6 +39,7 @@ __all__ = [
     "MixedExamples",
     "Outer",
     "Refusal",
+    "Report",
     "Rows",
     "StateWrite",
     "Tape",
@@ -44,6 +48,7 @@ __all__ = [
     "WrongRule",
     "automatic",
     "capture",
+    "check",
     "clipped_gradients",
     "clipped_loss",
     "constant",
@@ -52,6 +57,7 @@ __all__ = [
     "per_example_norms",
     "per_group",
     "per_layer",
+    "replace_batchnorm",
     "rewrite",
     "rule",
     "testing",

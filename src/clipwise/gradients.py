@@ -123,6 +123,11 @@ class ExampleGradients:
         keys = [*self._sums, *(self._pulled.inputs if self._pulled else ())]
         return [name for key, name in self._marks.names.items() if key in keys]
 
+    def ways(self) -> dict[str, str]:
+        """{name: how its norms were evaluated}, after they were."""
+        pulled = dict.fromkeys(self._pulled.inputs, "pulled back") if self._pulled else {}
+        return {self._marks.names[key]: way for key, way in [*((key, s.way) for key, s in self._sums.items()), *pulled.items()]}
+
     def squared_norms(self, *, second_pass: torch.dtype | None = None) -> dict[str, Tensor]:
         """{name: (B,)} in float64; never less than what a weighted sum, or a second pass in that precision, really adds."""
         norms = {key: total.squared_norms(self._budget, second_pass=second_pass) for key, total in self._sums.items()}

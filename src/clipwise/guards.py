@@ -17,8 +17,8 @@ Guard = Callable[[Use, Marks], None]
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training")  # the order of F.batch_norm
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training")  # … and of torch.batch_norm
 _REPAIR = (
-    "Put the layer into evaluation mode (model.eval() or bn.eval(): the paper's frozen BatchNorm), or replace it by GroupNorm; "
-    "statistics of a batch make every example's gradient depend on the others."
+    "Put the layer into evaluation mode (model.eval() or bn.eval(): the paper's frozen BatchNorm), or replace it by "
+    "GroupNorm: clipwise.replace_batchnorm(model); statistics of a batch make every example's gradient depend on the others."
 )
 
 

@@ -116,6 +116,11 @@ class Marks:
             return None
         return self.names.get(id(value)) or self._state_storages.get(value.untyped_storage().data_ptr())
 
+    def names_of(self, weights: Iterable[Tensor]) -> list[str]:
+        """The trainable parameters that these weights are, or are made of."""
+        roots = {key for weight in weights for key in self.roots(weight)}
+        return [self.names[key] for key in self.parameters if key in roots and self.parameters[key].requires_grad]
+
     def trainable(self) -> dict[str, Tensor]:
         return {self.names[key]: parameter for key, parameter in self.parameters.items() if parameter.requires_grad}
 

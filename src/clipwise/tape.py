@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .coverage import reentrant_checkpoint
-from .errors import ConsumedTape, UncoveredUse
+from .errors import ConsumedTape, Refusal, UncoveredUse
 from .experience import Experience
 from .marks import Marks
 from .moving import Moves
@@ -59,6 +59,8 @@ class Tape:
         self.is_looking_back = False  # in a backward pass: what moves rows was noted in the forward pass
         self.compiler_silenced = False
         self.fixed: dict[int, Tensor] = {}  # where bags begin, lengths of sequences: they number rows and are no rows themselves
+        self.uses: dict[str, list[str]] | None = None  # for `check`: parameter → functions that use it
+        self.refusals: list[tuple[list[str], Refusal]] | None = None  # for `check`: what would be refused, with the parameters
         self.root_calls: list[RootCall] = []
         self.program: list[ProgramCall] = []  # what happened outside the captured modules
         self.depth = 0  # captured modules that are running

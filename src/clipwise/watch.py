@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .derived import needs_autograd
-from .errors import UncoveredUse
+from .errors import Refusal, UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
@@ -54,7 +54,10 @@ class Watch(TorchFunctionMode):
         tape.trail = hash((tape.trail, trait.name))
         guard = GUARDS.get(func)
         if guard is not None:
-            guard(Use(func, args, kwargs, tracked), tape.marks)
+            try:
+                guard(Use(func, args, kwargs, tracked), tape.marks)
+            except Refusal as refusal:
+                return self._refused(refusal, [], func, args, kwargs)
         if not tracked:
             if example:
                 return self._on_examples(func, trait, args, kwargs)
@@ -65,7 +68,17 @@ class Watch(TorchFunctionMode):
             return result
         if not example:
             return self._on_weights(func, trait, args, kwargs, tracked)
-        return self._on_both(func, trait, args, kwargs, tracked)
+        try:
+            return self._on_both(func, trait, args, kwargs, tracked)
+        except Refusal as refusal:
+            return self._refused(refusal, tracked, func, args, kwargs)
+
+    def _refused(self, refusal: Refusal, tracked: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+        """Where refusals are only listed (`check`), the call runs as it would without a tape."""
+        if self.tape.refusals is None:
+            raise refusal
+        self.tape.refusals.append((self.tape.marks.names_of(tracked), refusal))
+        return func(*args, **kwargs)
 
     def _look_through(self, values: Any, tracked: list[Tensor], takes_sizes: bool) -> bool:
         """Collect the weights among `values`; whether there is example data too. Numbers and words go into the trail, sizes do not."""
@@ -221,6 +234,9 @@ class Watch(TorchFunctionMode):
         key = tape.trail = hash((tape.trail, output.dim(), *[id(weight) for weight in use.tracked if id(weight) in tape.marks.parameters]))
         if not tape.needs_graph:
             tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
+        if tape.uses is not None:
+            for name in tape.marks.names_of(use.tracked):
+                tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape

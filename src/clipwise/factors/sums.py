@@ -34,6 +34,7 @@ class FactorSum:
         self.shape = self.factors[0].shape
         self.batch = self.factors[0].batch
         self._kept: Dense | None = None
+        self.way = ""  # how the norms were evaluated
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i]·g_i."""
@@ -66,7 +67,7 @@ class FactorSum:
             rounded = unit_roundoff(second_pass)
             drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self._dtype)
             return self._measured("tiles") * (1 + 4 * rounded) + (drift * self.mass()).square()
-        way = self._way(budget)
+        way = self.way = self._way(budget)
         if way == "keep":
             self._kept = Dense(self.dense())
             return squared_norms(self._kept.grad)
@@ -171,6 +172,10 @@ class PartSum:
     def squared_norms(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Tensor:
         norms = [part.squared_norms(budget, second_pass=second_pass) for part in self.parts.values()]
         return torch.stack(norms).sum(0)
+
+    @property
+    def way(self) -> str:
+        return ", ".join(dict.fromkeys(part.way for part in self.parts.values()))
 
     def forget_terms(self) -> None:
         for part in self.parts.values():
