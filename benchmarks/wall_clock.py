@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import clipwise as cw
 from clipwise.models import cnn, mlp
-from flops import Transformer
+from flops import OverRows, Transformer
 from report import machine, write_results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,6 +74,9 @@ CASES = {
     "mlp B128": Case(mlp, _images(128, 1, 28)),
     "cnn B128": Case(cnn, _images(128, 1, 28)),
     "transformer d256 B16 T64": Case(lambda: Transformer(256, 64, 1000), _text(16, 64, 1000)),
+    "lstm 28-128 B128": Case(lambda: OverRows(nn.LSTM), _images(128, 1, 28)),
+    "gru 28-128 B128": Case(lambda: OverRows(nn.GRU), _images(128, 1, 28)),
+    "rnn 28-128 B128": Case(lambda: OverRows(nn.RNN), _images(128, 1, 28)),
     "gpt2 B16 T1024 bf16": Case(_gpt2, _text(16, 1024, 50257), bf16=True, large=True),
     "gpt2 B64 T128 bf16": Case(_gpt2, _text(64, 128, 50257), bf16=True, large=True),
     "vit-b/16 B64 bf16": Case(_vit, _images(64, 3, 224), bf16=True, large=True),

@@ -88,3 +88,39 @@ def test_a_model_on_two_devices():
     cw.clipped_loss(tape, losses, cw.flat(0.5)).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.cpu(), expected[name])
+
+
+RECURRENT = {
+    "lstm": lambda: nn.LSTM(6, 8, 2, bidirectional=True, batch_first=True),
+    "projected lstm": lambda: nn.LSTM(6, 8, proj_size=4, batch_first=True),
+    "gru": lambda: nn.GRU(6, 8, 2, batch_first=True),
+    "rnn": lambda: nn.RNN(6, 8, bidirectional=True, batch_first=True),
+    "relu": lambda: nn.RNN(6, 8, nonlinearity="relu", batch_first=True),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_through_cudnn(kind):
+    model = Net(lambda s, x: torch.tanh(s.a(x)[0]), a=RECURRENT[kind]())
+    assert_exact(model.cuda(), examples(5, 7, 6).cuda(), methods=["bookkeep", "reweight", "nxbp"])
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_recurrent_layers_under_autocast(kind, dtype):
+    model = Net(lambda s, x: s.a(x)[0], a=RECURRENT[kind]()).cuda()
+    x = examples(4, 6, 6).float().cuda()
+    x[1] *= 1e3
+    worst = sensitivity(
+        model, [x], 0.7, loss=lambda out: out.float().flatten(1).sum(1), context=lambda: torch.autocast("cuda", dtype=dtype)
+    )
+    assert worst <= 1 + 1e-3
+
+
+def test_recurrent_layers_give_pytorch_s_own_result(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    for build in RECURRENT.values():
+        layer, x = build().cuda(), torch.randn(5, 7, 6, device="cuda")
+        with cw.capture(layer):
+            watched = layer(x)[0]
+        torch.testing.assert_close(watched, layer(x)[0], rtol=1e-5, atol=1e-6)

@@ -301,7 +301,7 @@ def _functions() -> list[str]:
 
     def names(functions: Any) -> str:
         found = sorted({full_name(function).replace("torch.nn.functional.", "F.") for function in functions})
-        return ", ".join(f"`{name}`" for name in found if not name.startswith("torch.Tensor."))
+        return ", ".join(f"`{name}`" for name in found if not name.startswith("torch.Tensor.") and "._" not in name)
 
     return [
         f"- by a rule of their own: {names(RULES)};",
@@ -315,22 +315,15 @@ def _functions() -> list[str]:
 
 
 def _models() -> list[str]:
-    import ast
-    from pathlib import Path
+    from huggingface import CASES
+    from test_huggingface import ADAPTERS
 
-    tree = ast.parse((Path(__file__).parent / "huggingface.py").read_text())
-    cases = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "CASES")
-    adapters = ast.parse((Path(__file__).parent / "test_huggingface.py").read_text())
-    kinds = next(node.value for node in adapters.body if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ADAPTERS")
-    built = {
-        key.value: next(n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute) and n.attr[0].isupper())
-        for key, value in zip(cases.keys, cases.values)
-    }
+    models = ", ".join(f"`{type(case.build(0.0)).__name__}`" for case in CASES.values())
     return [
         "Models as they come, built from small random configurations, with and without dropout, tied weights left tied, exact to 1e-8",
-        "against a float64 loop: " + ", ".join(f"`{name}`" for name in built.values()) + ".",
+        f"against a float64 loop: {models}.",
         "",
-        "Adapters (peft): " + ", ".join(key.value for key in kinds.keys) + "; also on a quantised base.",
+        f"Adapters (peft): {', '.join(ADAPTERS)}; also on a quantised base.",
         "",
         "A scalar `model(labels=…).loss` is refused; `clipwise.token_losses(logits, labels)` gives one loss a sequence. CLIP's contrastive",
         "loss is refused: every example's loss depends on the whole batch.",
