@@ -61,14 +61,14 @@ class Codes:
 
 
 class Measurement:
-    """What the passes say about one tap. `grad` is its gradient at weights one."""
+    """What the passes say about one tap. `grad` is its gradient at weights one, `dtypes` the precisions on its way."""
 
-    def __init__(self, record: Record, grad: Tensor, batch: int, coarsest: torch.dtype):
+    def __init__(self, record: Record, grad: Tensor, batch: int, coarsest: torch.dtype, dtypes: set[torch.dtype]):
         self.record = record
         self.grad = grad
         self.batch = batch
         self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
-        self._spacing = max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in (coarsest, grad.dtype))  # of numbers near zero
+        self._spacing = max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in dtypes)  # of numbers near zero
         self.is_zero = not bool((grad != 0).any())
         self.stays_zero = self.is_zero
         self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())

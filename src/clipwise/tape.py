@@ -58,6 +58,7 @@ class Tape:
         self.paused = False
         self.is_looking_back = False  # in a backward pass: what moves rows was noted in the forward pass
         self.compiler_silenced = False
+        self.hidden_dtypes: set[torch.dtype] = set()  # precisions inside fused kernels, which no tap shows
         self.fixed: dict[int, Tensor] = {}  # where bags begin, lengths of sequences: they number rows and are no rows themselves
         self.uses: dict[str, list[str]] | None = None  # for `check`: parameter → functions that use it
         self.refusals: list[tuple[list[str], Refusal]] | None = None  # for `check`: what would be refused, with the parameters

@@ -56,8 +56,11 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: 
     `way` names the way to the losses, `nodes` are the autograd nodes behind them.
     """
     with tape.pause():
-        coarsest = max((grad.dtype for _, grad, _ in heard), key=unit_roundoff, default=losses.dtype)
-        measurements = [Measurement(record, grad, len(losses), coarsest) for record, grad, _ in heard]
+        dtypes = {grad.dtype for _, grad, _ in heard} | tape.hidden_dtypes
+        coarsest = max(dtypes, key=unit_roundoff, default=losses.dtype)
+        measurements = [
+            Measurement(record, grad, len(losses), coarsest, {coarsest, grad.dtype} | tape.hidden_dtypes) for record, grad, _ in heard
+        ]
     moving = [m for m in measurements if not m.is_zero]
     quiet = [m for m in measurements if m.is_zero and (way, m.record.key) not in tape.experience.zeros]
     placed = _place(tape, losses, moving, quiet) if moving or quiet else None
@@ -87,7 +90,7 @@ def _place(tape: Tape, losses: Tensor, moving: list[Measurement], quiet: list[Me
     zero is tried with other weights.
     """
     parameters = tape.marks.trainable()
-    codes = Codes.draw(len(losses), half=any(m.grad.dtype == torch.float16 for m in moving))
+    codes = Codes.draw(len(losses), half=torch.float16 in tape.hidden_dtypes or any(m.grad.dtype == torch.float16 for m in moving))
     for weights in codes.weights(losses.detach()):
         own = _listen(tape, losses, weights, [*moving, *quiet], "compare", list(parameters.values()))
     for measurement in quiet:

@@ -13,7 +13,9 @@ layer, direction by direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,13 +128,15 @@ class _Layer:
                 tensors += [torch.zeros_like(weights.b_hh, dtype=u.dtype), weights.b_hh.to(u.dtype)]
             given = tuple(state) if self.kernel is torch.lstm else state[0]
             args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
-            outputs = self.kernel(*args)
+            with _without_advice() if u.is_cuda else contextlib.nullcontext():
+                outputs = self.kernel(*args)
+        self.watch.tape.hidden_dtypes.add(outputs[0].dtype)  # under autocast cuDNN computes in float16, whatever was asked for
         self.watch.note(self.kernel, trait_of(self.kernel), args, {}, outputs)
         return outputs
 
     def _prepare(self, output: Tensor, start: Tensor, u: Tensor, w_hh: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """What the rule reads: h_{t-1}, a second tensor of rows, and the recurrent weights."""
-        previous = self.timeline.previous(output, start)
+        previous = self.timeline.previous(output, start).to(u.dtype)
         if self.weights.w_hr is not None:
             return previous @ rest[-1].to(previous.dtype).mT, previous, w_hh
         if self.kernel is not torch.gru:
@@ -141,6 +145,14 @@ class _Layer:
         bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
         reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
         return previous, reset, w_hh
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """PyTorch's advice to call flatten_parameters() is for the user's own layer, not for weights that are put together here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 def _factors(call: Call) -> Factors:
