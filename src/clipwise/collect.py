@@ -28,7 +28,7 @@ def _shape_repair(losses: object) -> str:
     if isinstance(losses, Tensor) and losses.dim() == 0:
         return (
             'Keep the examples apart: reduction="none", e.g. F.cross_entropy(output, target, reduction="none"); for the `.loss` of a '
-            "Hugging Face language model: clipwise.token_losses(output.logits, labels)."
+            "Hugging Face language model: clipwise.token_losses(output.logits, labels). If a batch of one lost its axis: squeeze(-1), not squeeze()."
         )
     if isinstance(losses, Tensor) and losses.dim() == 2 and losses.shape[1] == 1:
         return "Drop the last axis: losses.squeeze(1); and compare the model's output with targets of the same shape."
