@@ -241,3 +241,47 @@ def test_refusals_do_not_depend_on_values():
 def test_examples_helper_spreads_norms():
     x = examples(6, 4)
     assert x[-1].norm() > x[0].norm()
+
+
+class Stateful(nn.Module):
+    """Carries its last state over to the next batch, as truncated back-propagation through time does."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.cell, self.where = nn.LSTM(3, 4, batch_first=True), where
+        self.state, self.kept = None, {}
+
+    def forward(self, x):
+        state = self.state if self.where == "attribute" else self.kept.get("state")
+        out, state = self.cell(x, state)
+        state = tuple(part.detach() for part in state)
+        if self.where == "attribute":
+            self.state = state
+        else:
+            self.kept["state"] = state
+        return out
+
+
+@pytest.mark.parametrize("where", ["attribute", "dictionary"])
+def test_data_of_an_earlier_batch_is_not_used_again(where):
+    """It would let a record into the gradients of later steps, unclipped and unaccounted."""
+    model = Stateful(where)
+    losses_of(model, torch.randn(5, 2, 3))
+    with pytest.raises(cw.StateWrite, match="earlier batch"):
+        losses_of(model, torch.randn(5, 2, 3))
+
+
+def test_what_is_only_kept_for_looking_at_does_no_harm():
+    class Shown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.seen = nn.Linear(3, 2), None
+
+        def forward(self, x):
+            self.seen = self.a(x)
+            return self.seen.square()
+
+    model = Shown()
+    for _ in range(3):
+        tape, losses = losses_of(model, torch.randn(5, 3))
+        cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()

@@ -12,7 +12,7 @@ gradients are exact too, only slower. Neither gives a wrong number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from .declared import is_declared_constant
 from .errors import StateWrite, UncoveredUse
+from .kept import kept_from_earlier, kept_tensors
+from .structure import tensors_in
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
 _RANDOM = 3  # a constant that is drawn anew in every step
@@ -60,15 +62,6 @@ def _forgetter(marks: Marks) -> Callable[[_Key], None]:
     return forget
 
 
-def _plain_attributes(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that a module holds without having registered them: ids of virtual tokens, tables of positions."""
-    for name, value in vars(module).items():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict | list | tuple) and name[:1] != "_":
-            yield from (item for item in (value.values() if isinstance(value, dict) else value) if isinstance(item, Tensor))
-
-
 class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
@@ -80,6 +73,7 @@ class Marks:
         self._state_storages: dict[int, str] = {}
         self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
         self._forget = _forgetter(self)
+        self.stale: dict[int, str] = {}  # tensors with examples of an earlier batch, and where they are kept
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
@@ -95,8 +89,19 @@ class Marks:
                     self._buffers.append((full_name, module, name, buffer))
                     if buffer is not None:
                         self._add_state(full_name, buffer)
-                for tensor in _plain_attributes(module):
-                    self._put(tensor, CONSTANT)
+
+        for name, tensor in kept_tensors(modules):
+            if kept_from_earlier(tensor) is not None:
+                self.stale[id(tensor)] = name
+            else:
+                self._put(tensor, CONSTANT)
+
+    def refuse_stale(self, tensor: Tensor) -> None:
+        """A record would get into the gradients of later steps, where nothing clips or counts it."""
+        raise StateWrite(
+            f"{self.stale[id(tensor)]} holds data of an earlier batch, and is used again.",
+            "Start every batch from a fixed or learned state, or pass what belongs to an example along with that example.",
+        )
 
     def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
         if id(parameter) not in self.parameters:
@@ -284,14 +289,3 @@ def _state_write(by: str, name: str) -> StateWrite:
         f"{by} writes example data into {name}, which is released with the model.",
         "Switch that statistic off (track_running_stats=False, eval()), or compute it without the training records.",
     )
-
-
-def tensors_in(result: Any) -> Iterable[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from tensors_in(item)
-    elif isinstance(result, dict):
-        for item in result.values():
-            yield from tensors_in(item)

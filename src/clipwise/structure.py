@@ -55,6 +55,18 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
     return out
 
 
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or the result of a torch call: lists, tuples and dicts of them."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for item in result:
+            yield from tensors_in(item)
+    elif isinstance(result, dict):
+        for item in result.values():
+            yield from tensors_in(item)
+
+
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with every entry that is no list or tuple replaced by function(entry): the arguments of a torch call."""
     if isinstance(value, list):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .coverage import reentrant_checkpoint
 from .errors import ConsumedTape, Refusal, UncoveredUse
 from .experience import Experience
-from .marks import Marks
+from .kept import remember_examples
+from .marks import EXAMPLE, Marks
 from .moving import Moves
 from .program import ProgramCall
 from .structure import every_tensor, row_numbers
@@ -206,6 +207,7 @@ def capture(model: nn.Module | Sequence[nn.Module], *, fallback: bool = False) -
     finally:
         for hook in hooks:
             hook.remove()
+        remember_examples(modules, lambda tensor: tape.marks.kind(tensor) == EXAMPLE)
 
 
 def _hooks(tape: Tape, module: nn.Module) -> list[Any]:

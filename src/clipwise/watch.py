@@ -14,12 +14,12 @@ from .derived import needs_autograd
 from .errors import Refusal, UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
-from .marks import CONSTANT, EXAMPLE, TRACKED, tensors_in
+from .marks import CONSTANT, EXAMPLE, TRACKED
 from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
-from .structure import map_values
+from .structure import map_values, tensors_in
 from .taps import Deposit, Record, Slot, Tap
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ class Watch(TorchFunctionMode):
         for value in values:
             if isinstance(value, Tensor):
                 kind = marks.kind(value)
+                if marks.stale and id(value) in marks.stale:
+                    marks.refuse_stale(value)
                 if kind == EXAMPLE:
                     example = True
                 elif kind == TRACKED:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..marks import tensors_in
 from ..registry import Use, rewrite, spread
-from ..structure import map_values
+from ..structure import map_values, tensors_in
 
 _NAMES = """add sub subtract rsub mul multiply div divide true_divide floor_divide pow float_power where lerp maximum minimum
     max min fmax fmin atan2 arctan2 hypot copysign fmod remainder addcmul addcdiv clamp clip clamp_min clamp_max logaddexp
