@@ -131,15 +131,15 @@ def compare(name: str, train_set: Images, test_set: Images, size: int, seconds: 
 def show(name: str, outcomes: list[Outcome], steps: int, seconds: float) -> None:
     by_method = {outcome.method: outcome.seconds_an_epoch for outcome in outcomes}
     print(f"\n{name}: {steps} steps an epoch")
-    print(f"  {'method':12s} {'test accuracy':>22s} {'seconds/epoch':>14s} {'x non-private':>14s} {'x nxBP':>8s}")
+    print(f"  {'method':12s} {'test accuracy':>22s} {'seconds/epoch':>14s} {'x non-private':>14s} {'speed-up':>9s}")
     for o in outcomes:
         learnt = f"{100 * o.accuracy:.1f} % after {o.steps:3d} steps"
         slower, faster = o.seconds_an_epoch / by_method["non-private"], by_method["nxBP"] / o.seconds_an_epoch
-        print(f"  {o.method:12s} {learnt:>22s} {o.seconds_an_epoch:14.2f} {slower:14.1f} {faster:8.1f}")
+        print(f"  {o.method:12s} {learnt:>22s} {o.seconds_an_epoch:14.2f} {slower:14.1f} {faster:9.1f}")
     stopped = [o.method for o in outcomes if o.steps < steps]
     if stopped:
         print(f"  out of time after {seconds:g} s: {', '.join(stopped)}.")
-    print(f"  seconds/epoch: the median step times {steps}.")
+    print(f"  seconds/epoch: the median step times {steps}. speed-up: over nxBP.")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Outcome]]:

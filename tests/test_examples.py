@@ -19,7 +19,7 @@ def test_compare_methods(capsys):
     results = compare_methods.main(["--seconds", "0.5", "--batch-size", "128", "--models", "mlp"])
     printed = capsys.readouterr().out
     assert [outcome.method for outcome in results["mlp"]] == list(compare_methods.METHODS)
-    assert "No noise is added" in printed and "x nxBP" in printed
+    assert "No noise is added" in printed and "speed-up" in printed
     assert max(map(len, printed.splitlines())) <= 100
     assert all(outcome.seconds_an_epoch > 0 and 0 <= outcome.accuracy <= 1 for outcome in results["mlp"])
 
