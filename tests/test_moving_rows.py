@@ -1,5 +1,6 @@
 """Models that move rows about as the data says: verified on one batch, they must be right on the next."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,3 +157,38 @@ def test_a_flag_that_begins_to_mix():
         losses = squared_output(model(examples(6, 4)))
     with pytest.raises(cw.MixedExamples):
         cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+# --- pieces of the batch that Python puts together in another order
+
+PIECES = {
+    "unbind": lambda t, order: [t.unbind(0)[i] for i in order],
+    "iteration": lambda t, order: [list(t)[i] for i in order],
+    "split": lambda t, order: [t.split(1)[i][0] for i in order],
+    "chunk": lambda t, order: [t.chunk(len(order))[i].squeeze(0) for i in order],
+    "integers of numpy": lambda t, order: [t[np.int64(i)] for i in order],
+}
+
+
+@pytest.mark.parametrize("how", [*PIECES, "array of numpy"])
+def test_an_order_that_only_python_knows(how):
+    """The identity on the first steps, a permutation afterwards: nothing may be remembered."""
+
+    def forward(s, x, order):
+        h = torch.tanh(s.a(x))
+        back = np.argsort(order)
+        if how == "array of numpy":
+            return s.c(s.b(h[np.array(order)])[back])
+        rows = s.b(torch.stack(PIECES[how](h, order))).unbind(0)
+        return s.c(torch.stack([rows[i] for i in back]))
+
+    model = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2)).double()
+    for step in range(10):
+        order = list(range(16)) if step < 2 or step == 3 else torch.randperm(16).tolist()
+        x = torch.randn(16, 3, dtype=torch.float64)
+        losses = model(x, order).square().sum(1)
+        rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        with cw.capture(model) as tape:
+            losses = model(x, order).square().sum(1)
+        expected = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), expected)

@@ -19,34 +19,35 @@ from torch import Tensor
 from .marks import Marks
 
 PLAIN = set(
-    """abs absolute acos acosh add addcdiv addcmul adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool2d adaptive_max_pool3d all alpha_dropout amax amin aminmax angle any arange argmax argmin argsort asin asinh
-    as_tensor atan atan2 atanh avg_pool1d avg_pool2d avg_pool3d batch_norm baddbmm_ bernoulli binary_cross_entropy
-    binary_cross_entropy_with_logits bitwise_and bitwise_not bitwise_or bitwise_xor bool broadcast_tensors broadcast_to byte cat ceil
-    celu channel_shuffle chunk clamp clamp_max clamp_min clip clone column_stack complex concat concatenate conj constant_pad_nd
+    """H T __abs__ __floordiv__ __invert__ __neg__ __pos__ __rdiv__ __rfloordiv__ __rpow__ __rtruediv__ abs absolute acos acosh
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d add
+    addcdiv addcmul alias all alpha_dropout amax amin aminmax angle any apply_ arange argmax argmin argsort as_tensor asin
+    asinh atan atan2 atanh avg_pool1d avg_pool2d avg_pool3d baddbmm_ batch_norm bernoulli binary_cross_entropy
+    binary_cross_entropy_with_logits bincount bitwise_and bitwise_not bitwise_or bitwise_xor bool broadcast_tensors
+    broadcast_to byte cauchy ceil celu channel_shuffle clamp clamp_ clamp_max clamp_min clip clone complex conj constant_pad_nd
     contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d copy copysign cos cosh cosine_similarity
-    count_nonzero cpu cross_entropy cross_entropy_loss ctc_loss cuda cummax cummin cumprod cumsum deg2rad detach diag_embed diagonal
-    diff digamma div divide dot_product double dropout dropout1d dropout2d dropout3d dstack elu empty empty_like eq erf erfc
-    erfinv exp exp2 expand expand_as expm1 eye fft fft2 fill flatten flip fliplr float floor floor_divide fmax fmin fmod fold
-    fractional_max_pool2d full full_like gaussian_nll_loss ge gelu glu greater greater_equal group_norm gt gumbel_softmax half
-    hardshrink hardsigmoid hardswish hardtanh heaviside hinge_embedding_loss hstack huber_loss hypot ifft instance_norm int
-    interpolate irfft isclose isfinite isinf isnan item kl_div l1_loss layer_norm le leaky_relu lerp less less_equal lgamma linear
-    linspace local_response_norm log log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or logical_xor logit
-    logsigmoid logsumexp long lp_pool1d lp_pool2d lt masked_fill max max_pool1d max_pool2d max_pool3d maximum mean median min minimum
-    mish mode moveaxis movedim mse_loss mT mul multi_head_attention_forward multi_margin_loss nan_to_num nanmean nansum narrow
-    native_layer_norm ne neg new_empty new_full new_ones new_tensor new_zeros nll_loss nll_loss_nd norm normalize not_equal one_hot
-    ones ones_like pad permute pixel_shuffle pixel_unshuffle poisson_nll_loss polar pow prelu prod quantile rad2deg rand rand_like
-    randint randn randn_like reciprocal relu relu6 remainder repeat requires_grad_ reshape resolve_conj rfft rms_norm roll rot90
-    round rrelu rsqrt rsub scaled_dot_product_attention select selu sgn sigmoid sign signbit silu sin sinc sinh smooth_l1_loss
-    soft_margin_loss softmax softmin softplus softshrink softsign special split sqrt square squeeze stack std std_mean sub subtract
-    sum swapaxes swapdims T t tan tanh tanhshrink tensor tensor_split threshold tile to trace transpose tril triplet_margin_loss triu
-    true_divide trunc type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze upsample var var_mean vector_norm view
-    view_as view_as_complex view_as_real vsplit vstack where xlogy zero zeros zeros_like real imag data H mH
-    uniform normal exponential random geometric cauchy log_normal rms_norm_ feature_alpha_dropout feature_dropout max_unpool1d
-    max_unpool2d max_unpool3d native_group_norm linalg_norm linalg_vector_norm matrix_norm outer cross bincount histc
-    split_with_sizes alias __invert__ __rpow__ __rdiv__ __rtruediv__ __floordiv__ __rfloordiv__ __neg__ __pos__ __abs__ log_sigmoid
-    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_fftshift fft_ifftshift hfft ihfft
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell detach_ retain_grad hardswish_ clamp_ set_ apply_ map_ share_memory_ pin_memory index_fill""".split()
+    count_nonzero cpu cross cross_entropy cross_entropy_loss ctc_loss cuda cummax cummin cumprod cumsum data deg2rad detach
+    detach_ diag_embed diagonal diff digamma div divide dot_product double dropout dropout1d dropout2d dropout3d elu empty
+    empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 exponential eye feature_alpha_dropout feature_dropout fft
+    fft2 fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2 fft_rfft
+    fft_rfft2 fill flatten flip fliplr float floor floor_divide fmax fmin fmod fold fractional_max_pool2d full full_like
+    gaussian_nll_loss ge gelu geometric glu greater greater_equal group_norm gru gru_cell gt gumbel_softmax half hardshrink
+    hardsigmoid hardswish hardswish_ hardtanh heaviside hfft hinge_embedding_loss histc huber_loss hypot ifft ihfft imag
+    index_fill instance_norm int interpolate irfft isclose isfinite isinf isnan item kl_div l1_loss layer_norm le leaky_relu
+    lerp less less_equal lgamma linalg_norm linalg_vector_norm linear linspace local_response_norm log log10 log1p log2
+    log_normal log_sigmoid log_softmax logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid logsumexp long
+    lp_pool1d lp_pool2d lstm lstm_cell lt mH mT map_ masked_fill matrix_norm max max_pool1d max_pool2d max_pool3d max_unpool1d
+    max_unpool2d max_unpool3d maximum mean median min minimum mish mode moveaxis movedim mse_loss mul
+    multi_head_attention_forward multi_margin_loss nan_to_num nanmean nansum narrow native_group_norm native_layer_norm ne neg
+    new_empty new_full new_ones new_tensor new_zeros nll_loss nll_loss_nd norm normal normalize not_equal one_hot ones
+    ones_like outer pad permute pin_memory pixel_shuffle pixel_unshuffle poisson_nll_loss polar pow prelu prod quantile rad2deg
+    rand rand_like randint randn randn_like random real reciprocal relu relu6 remainder repeat requires_grad_ reshape
+    resolve_conj retain_grad rfft rms_norm rms_norm_ rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell roll rot90 round rrelu rsqrt
+    rsub scaled_dot_product_attention select selu set_ sgn share_memory_ sigmoid sign signbit silu sin sinc sinh smooth_l1_loss
+    soft_margin_loss softmax softmin softplus softshrink softsign special sqrt square squeeze std std_mean sub subtract sum
+    swapaxes swapdims t tan tanh tanhshrink tensor threshold tile to trace transpose tril triplet_margin_loss triu true_divide
+    trunc type type_as unflatten unfold uniform unsqueeze upsample var var_mean vector_norm view view_as view_as_complex
+    view_as_real where xlogy zero zeros zeros_like""".split()
 )
 _ENTRYWISE = set(
     """add sub subtract rsub mul multiply div divide true_divide floor_divide pow where lerp maximum minimum fmax fmin atan2 hypot fmod
@@ -57,6 +58,31 @@ _ENTRYWISE = set(
 _ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
 _ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}
 _ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk", "kthvalue"}
+_INTO_PIECES = {
+    "chunk",
+    "split",
+    "tensor_split",
+    "unbind",
+    "unsafe_chunk",
+    "unsafe_split",
+    "vsplit",
+    "hsplit",
+    "dsplit",
+    "split_with_sizes",
+}
+_OF_PIECES = {
+    "cat",
+    "concat",
+    "concatenate",
+    "stack",
+    "hstack",
+    "vstack",
+    "dstack",
+    "column_stack",
+    "row_stack",
+    "pad_sequence",
+    "block_diag",
+}
 _BY_INDEX = {"__getitem__", "__setitem__", "index_put"}
 _PRODUCTS = {"matmul", "mm", "mv", "dot", "bmm", "baddbmm", "addmm", "addmv", "addbmm", "cdist", "vdot", "inner", "tensordot", "einsum"}
 _ATTENTION = {"scaled_dot_product_attention"}
@@ -69,6 +95,7 @@ class Moves:
     unknown: set[str] = field(default_factory=set)  # calls nobody vouched for
     lengths: set[int] = field(default_factory=set)  # axes indexed by something that varies
     axes: set[tuple[int, int]] = field(default_factory=set)  # (axis, length) of functions that keep other axes apart
+    pieces: set[int] = field(default_factory=set)  # how many tensors were joined
     contracted: set[tuple[int, int]] = field(default_factory=set)  # (product of the axes kept apart, length of the axis added over)
 
     def may_move_rows(self, batch: int, row_axes: Iterable[int]) -> bool:
@@ -76,7 +103,7 @@ class Moves:
         along = set(row_axes)
         return (
             bool(self.unknown)
-            or any(_holds(length, batch) for length in self.lengths)
+            or any(_holds(length, batch) for length in (*self.lengths, *self.pieces))
             or any(axis in along and _holds(length, batch) for axis, length in self.axes)
             or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
         )
@@ -103,6 +130,11 @@ class Moves:
                 self.axes.add((axis, args[0].shape[axis]))
             elif any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
                 self.lengths.add(args[0].shape[axis])
+        elif plain in _INTO_PIECES:
+            self._note_pieces(plain, args, kwargs)
+        elif plain in _OF_PIECES:
+            pieces = args[0] if args else kwargs.get("tensors", ())
+            self.pieces.add(len(pieces) if isinstance(pieces, list | tuple) else 0)
         elif plain in _PRODUCTS:
             self._note_product(plain, args, kwargs, marks)
         else:
@@ -141,8 +173,9 @@ class Moves:
             if item is None:
                 continue
             width = item.dim() if _is_mask(item) else 1
-            if isinstance(item, list) or (isinstance(item, Tensor) and item.dim()):
-                varies = isinstance(item, list) or marks.varies(item)
+            plain = isinstance(item, int | slice) or (isinstance(item, Tensor) and not item.dim())
+            if not plain:  # a list, an array of numpy's, a range: seen by nobody
+                varies = not isinstance(item, Tensor) or marks.varies(item)
                 (found if varies else fixed).extend(source.shape[axis : axis + width])
             axis += width
         if not any(length in fixed for length in source.shape[:1]):
@@ -153,6 +186,15 @@ class Moves:
         self.lengths.update(
             value.shape[0] for value in args if isinstance(value, Tensor) and value.is_floating_point() and marks.varies(value)
         )
+
+    def _note_pieces(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """x.unbind(0), x.split(1): what Python does with the pieces, in which order it joins them, is not seen."""
+        source = args[0] if args else next(iter(kwargs.values()))
+        place = {"unbind": 1, "vsplit": 9, "hsplit": 9, "dsplit": 9}.get(name, 2)
+        default = {"hsplit": 1, "dsplit": 2}.get(name, 0)
+        axis = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
+        if isinstance(source, Tensor) and source.dim() and isinstance(axis, int):
+            self.axes.add((axis % source.dim(), source.shape[axis]))
 
     def _note_product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A product of two tensors from the data, which may be a permutation of rows."""

@@ -23,6 +23,8 @@ _DROPOUTS = {
     torch.feature_dropout,
 }
 
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
 
 class Still(TorchFunctionMode):
     """Functions that draw as many numbers as the data asks for are always held still: what follows would draw others.
@@ -61,6 +63,9 @@ class Still(TorchFunctionMode):
             return func(*args[:4], **{**dict(zip(("dropout_p", "is_causal"), args[4:])), **kwargs, "dropout_p": 0.0})
         if func is F.multi_head_attention_forward:
             return func(*args, **{**kwargs, "training": False})
+        if func in _RECURRENT:
+            place = 6 if isinstance(args[3], list | tuple) else 5  # packed sequences bring their lengths along
+            return func(*args[:place], 0.0, *args[place + 1 :])
         if name == "multinomial":
             return args[0].topk(args[1] if len(args) > 1 else kwargs["num_samples"], -1).indices
         if name == "bernoulli":

@@ -104,6 +104,8 @@ class Watch(TorchFunctionMode):
                 example = self._look_through(value, tracked, takes_sizes) or example
             elif isinstance(value, slice):
                 self._look_through((value.start, value.stop, value.step), tracked, False)
+            elif value is not None and hasattr(value, "__index__"):  # an integer of numpy's
+                tape.trail = hash((tape.trail, _as_number(value)))
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
@@ -263,6 +265,14 @@ class Watch(TorchFunctionMode):
         args = map_values(tuple(use.args), put_away)
         kwargs = {name: map_values(value, put_away) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
         return Use(use.func, args, kwargs, use.tracked), tuple(kept)
+
+
+def _as_number(value: Any) -> int | None:
+    """An integer of numpy's; None for an array, which only looks like one."""
+    try:
+        return value.__index__()
+    except TypeError:
+        return None
 
 
 def _written(trait: Trait, args: Any, kwargs: Any) -> Any:
