@@ -144,4 +144,15 @@ CASES = {
         lambda p: hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**{k: v for k, v in SMALL.items() if k != "max_position_embeddings"}, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, classifier_proj_size=8, feat_extract_norm="layer", mask_time_prob=0.0, apply_spec_augment=False, layerdrop=0.0, num_labels=3, **dropouts(p, "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"))),
         waves, classified,
     ),
+    "xlnet": Case(
+        lambda p: hf.XLNetForSequenceClassification(hf.XLNetConfig(vocab_size=WORDS, d_model=16, n_layer=2, n_head=2, d_inner=24, num_labels=3, pad_token_id=0, **dropouts(p, "dropout", "summary_last_dropout"))),
+        text, classified,
+    ),
+    "beit": Case(lambda p: hf.BeitForImageClassification(hf.BeitConfig(**VIT, num_labels=3, use_relative_position_bias=True, drop_path_rate=0.0, **dropouts(p, *BERT))), pixels, classified),
+    "mixtral": Case(lambda p: hf.MixtralForCausalLM._from_config(hf.MixtralConfig(**ROTARY, num_local_experts=3, num_experts_per_tok=2, attention_dropout=p), experts_implementation="eager"), text, causal),
+    "falcon": Case(lambda p: hf.FalconForCausalLM(hf.FalconConfig(**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, **dropouts(p, "hidden_dropout", "attention_dropout"))), text, causal),
+    "deberta-v2": Case(
+        lambda p: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"], **dropouts(p, *BERT))),
+        text, masked,
+    ),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 import clipwise as cw
 
 hf = pytest.importorskip("transformers")
-from huggingface import CASES, SMALL, VIT, causal, ids, text  # noqa: E402
+from huggingface import CASES, ROTARY, SMALL, VIT, causal, ids, text  # noqa: E402
 
 SIX = ["gpt2", "bert", "t5", "llama", "vit", "wav2vec2"]
 METHODS = ["auto", "reweight", "multiloss", "nxbp"]
@@ -98,6 +98,24 @@ def test_tied_weights_stay_tied(name):
     cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.get_input_embeddings().weight.grad is not None
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_experts_by_grouped_products(family):
+    """Their default; PyTorch has it in float32 and below only."""
+    options = {
+        "Mixtral": {"num_local_experts": 3},
+        "Qwen2Moe": {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    }
+    config = getattr(hf, f"{family}Config")(**ROTARY, num_experts_per_tok=2, **options[family])
+    model = getattr(hf, f"{family}ForCausalLM")(config)
+    for batch in (5, 4, 5):
+        inputs = text(batch)
+        rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True) for loss in causal(model, inputs)]
+        norms = torch.stack([torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows])
+        with cw.capture(model) as tape:
+            losses = causal(model, inputs)
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms, rtol=1e-4, atol=0)
 
 
 def test_the_scalar_loss_is_refused_with_its_repair():

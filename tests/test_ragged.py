@@ -54,6 +54,30 @@ def test_graphs(sizes, declared):
     assert_right(model, lambda: squared_output(model(given, edges, graph, len(sizes))))
 
 
+@pytest.mark.parametrize("declared", ["nothing", "owners", "everything"])
+@pytest.mark.parametrize("batch", [4, 8, 12])
+def test_graphs_with_as_many_edges_each(declared, batch):
+    """Three edges a graph look like three rows an example; they number nodes, and may not change hands."""
+    model = Net(message_passing, layers=nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4)]), out=nn.Linear(4, 2)).double()
+    for _ in range(3):
+        sizes = torch.randint(2, 5, (batch,))
+        nodes, graph = torch.randn(int(sizes.sum()), 3, dtype=torch.float64), torch.arange(batch).repeat_interleave(sizes)
+        edges = torch.cat([start + torch.randint(0, int(size), (2, 3)) for size, start in zip(sizes, sizes.cumsum(0) - sizes)], 1)
+        if declared != "nothing":
+            cw.owners(nodes, graph)
+        if declared == "everything":
+            cw.constant(edges)
+            cw.constant(graph)
+        rows = [
+            torch.autograd.grad(loss, list(model.parameters()))
+            for loss in [squared_output(model(nodes, edges, graph, batch))[i] for i in range(batch)]
+        ]
+        with cw.capture(model) as tape:
+            losses = squared_output(model(nodes, edges, graph, batch))
+        norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+
+
 def test_graphs_that_exchange_messages_are_refused():
     model = Net(message_passing, layers=nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4)]), out=nn.Linear(4, 2)).double()
     nodes, edges, graph = graphs([3, 4, 5])
@@ -119,6 +143,32 @@ def test_routing_with_a_capacity_mixes_examples():
             with cw.capture(model) as tape:
                 losses = squared_output(model(torch.randn(6, 4, 3, dtype=torch.float64)))
             cw.per_example_norms(tape, losses)
+
+
+def test_experts_chosen_by_a_tensor_without_axes():
+    """for e in chosen.unique(): a part of the weight for all rows that chose it."""
+
+    def forward(s, x):
+        tokens = x.flatten(0, 1)
+        chosen = (tokens[:, 0] > 0).long()
+        out = torch.zeros(len(tokens), 2, dtype=x.dtype)
+        for number in chosen.unique():
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, F.linear(tokens[rows], s.w[number]))
+        return out.view(len(x), -1)
+
+    model = Net(forward, w=nn.Parameter(torch.randn(2, 2, 3))).double()
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    assert_right(model, lambda: squared_output(model(x)))
+
+
+def test_pieces_of_declared_owners():
+    model = Net(
+        lambda s, x, lengths: torch.stack([s.a(part).tanh().sum(0) for part in x.split(lengths.tolist())]), a=nn.Linear(3, 2)
+    ).double()
+    for lengths in ([2, 2, 2, 2], [3, 1, 2, 2], [1, 4, 2, 1]):
+        x, owner = torch.randn(8, 3, dtype=torch.float64), torch.arange(4).repeat_interleave(torch.tensor(lengths))
+        assert_right(model, lambda: squared_output(model(cw.owners(x, owner), torch.tensor(lengths))))
 
 
 def test_records_of_users_by_declared_owners():

@@ -157,3 +157,32 @@ PICKS = {
 def test_picks(name):
     model = Net(lambda s, i: torch.sin(PICKS[name](s, i)), w=nn.Parameter(torch.randn(4, 4)))
     assert_exact(model, torch.randint(0, 4, (5, 2)), methods=ALL_METHODS)
+
+
+def test_as_many_ids_as_bags():
+    """Six ids in six bags of different lengths: not one id a bag."""
+    for _ in range(3):
+        model = Net(lambda s, ids, offsets: s.out(s.e(ids, offsets)), e=nn.EmbeddingBag(9, 3, mode="sum"), out=nn.Linear(3, 2)).double()
+        for _ in range(3):
+            ids, offsets = torch.randint(0, 9, (6,)), torch.tensor([0, 3, 3, 4, 6, 6])
+            rows = [torch.autograd.grad(squared_output(model(ids, offsets))[i], list(model.parameters())) for i in range(6)]
+            with cw.capture(model) as tape:
+                losses = squared_output(model(ids, offsets))
+            norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+            torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_few_ids_with_learned_weights(count):
+    model = Net(
+        lambda s, ids, offsets: F.embedding_bag(ids, s.e.weight, offsets, mode="sum", per_sample_weights=s.w[ids]),
+        e=nn.EmbeddingBag(9, 3, mode="sum"),
+        w=nn.Parameter(torch.randn(9)),
+    ).double()
+    for _ in range(3):
+        ids, offsets = torch.randint(0, 9, (count,)), torch.arange(count)
+        rows = [torch.autograd.grad(squared_output(model(ids, offsets))[i], list(model.parameters())) for i in range(count)]
+        with cw.capture(model) as tape:
+            losses = squared_output(model(ids, offsets))
+        norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)

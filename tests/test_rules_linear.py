@@ -100,6 +100,17 @@ def test_einsum_with_two_weights_and_two_inputs():
     assert_exact(model, examples(5, 4), methods=ALL_METHODS)
 
 
+def test_einsum_with_a_weight_as_long_as_the_batch():
+    """Positions expanded over the batch and projected, as XLNet has it: a derived weight with a part for each example."""
+
+    def forward(s, x):
+        positions = torch.linspace(-1, 1, 12, dtype=x.dtype).view(3, 1, 4).expand(-1, len(x), -1)
+        keys = torch.einsum("jbh,hd->jbd", positions, s.w)
+        return torch.einsum("bid,jbd->bij", x, keys)
+
+    assert_exact(Net(forward, w=W(torch.randn(4, 5))), examples(6, 2, 5), methods=ALL_METHODS)
+
+
 def test_einsum_diagonal_of_a_weight_is_refused():
     import clipwise as cw
 

@@ -171,6 +171,16 @@ def test_dropout_between_layers():
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+def test_dropout_is_not_mixing(kind):
+    for _ in range(3):
+        model = Net(lambda s, x: s.a(x)[0], a=LAYERS[kind](4, 4, 3, dropout=0.3, batch_first=True))
+        for batch in (4, 12, 4, 12):
+            with cw.capture(model) as tape:
+                losses = squared_output(model(torch.randn(batch, 5, 4)))
+            cw.per_example_norms(tape, losses)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 def test_used_twice_and_checkpointed(kind):
     from torch.utils.checkpoint import checkpoint
 

@@ -11,7 +11,6 @@ gradients are exact too, only slower. Neither gives a wrong number.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .declared import is_declared_constant
+from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
 from .kept import kept_from_earlier, kept_tensors
 from .structure import tensors_in
+from .weak import WeakTable
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
 _RANDOM = 3  # a constant that is drawn anew in every step
@@ -38,30 +38,6 @@ class Derived:
     roots: frozenset[int]  # ids of the parameters it depends on
 
 
-class _Key(weakref.ref[Tensor]):
-    """A weak reference that remembers the id of its tensor."""
-
-    __slots__ = ("key",)
-    key: int
-
-    def __new__(cls, tensor: Tensor, callback: Callable[[_Key], None]) -> _Key:
-        self = super().__new__(cls, tensor, callback)
-        self.key = id(tensor)
-        return self
-
-
-def _forgetter(marks: Marks) -> Callable[[_Key], None]:
-    """Drops the mark of a tensor that is gone. It holds the marks weakly: no cycle may keep a graph alive until someone collects garbage."""
-    owner = weakref.ref(marks)
-
-    def forget(ref: _Key) -> None:
-        entries = owner()._entries if owner() is not None else {}  # type: ignore[union-attr]
-        if (entry := entries.get(ref.key)) is not None and entry[0] is ref:
-            del entries[ref.key]
-
-    return forget
-
-
 class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
@@ -71,8 +47,8 @@ class Marks:
         self.owners: dict[int, tuple[str, nn.Module]] = {}
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Derived | int]] = {}
-        self._forget = _forgetter(self)
+        self._entries: WeakTable[Derived | int] = WeakTable()
+        self.made_by_modules: set[int] = set()  # ids of constants that came up while a captured module ran
         self.stale: dict[int, str] = {}  # tensors with examples of an earlier batch, and where they are kept
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
@@ -95,6 +71,12 @@ class Marks:
                 self.stale[id(tensor)] = name
             else:
                 self._put(tensor, CONSTANT)
+
+    def remember_constants(self) -> None:
+        """Constants that a module made and kept somewhere (a cached table of positions) are constants in the next block too."""
+        for tensor, mark in self._entries.items():
+            if mark == CONSTANT and id(tensor) in self.made_by_modules:
+                constant(tensor)
 
     def refuse_stale(self, tensor: Tensor) -> None:
         """A record would get into the gradients of later steps, where nothing clips or counts it."""
@@ -134,9 +116,8 @@ class Marks:
         key = id(tensor)
         if key in self._state:
             return TRACKED if tensor.requires_grad else CONSTANT
-        entry = self._entries.get(key)
-        if entry is not None and entry[0]() is tensor:
-            mark = entry[1]
+        mark = self._entries.get(tensor)
+        if mark is not None:
             if isinstance(mark, Derived):
                 return TRACKED
             if mark == EXAMPLE:
@@ -156,23 +137,19 @@ class Marks:
 
     def varies(self, tensor: Tensor) -> bool:
         """Whether the values of `tensor` may differ from step to step: example data, or a random draw."""
-        entry = self._entries.get(id(tensor))
-        is_random = entry is not None and entry[0]() is tensor and entry[1] == _RANDOM
-        return is_random or self.kind(tensor) == EXAMPLE
+        return self._entries.get(tensor) == _RANDOM or self.kind(tensor) == EXAMPLE
 
     def enters(self, tensors: Iterable[Tensor]) -> None:
         """These are handed to a captured module: example data, even if they were made from nothing inside the block."""
-        for tensor in tensors:
-            entry = self._entries.get(id(tensor))
-            if (
-                entry is not None
-                and entry[0]() is tensor
-                and entry[1] in (CONSTANT, _RANDOM)
-                and self._kind_from_outside(tensor) == EXAMPLE
-            ):
+        given = list(tensors)
+        for tensor in given:
+            self.kind(tensor)  # notes how long the batch is
+        for tensor in given:
+            if self._entries.get(tensor) in (CONSTANT, _RANDOM):
+                if self._kind_from_outside(tensor) == EXAMPLE:
+                    self._put(tensor, EXAMPLE)
+            elif _holds_integers(tensor) and self.kind(tensor) == EXAMPLE:
                 self._put(tensor, EXAMPLE)
-            else:
-                self.kind(tensor)  # notes how long the batch is
 
     def _kind_from_outside(self, tensor: Tensor) -> int:
         if tensor.dim() == 0 or is_declared_constant(tensor):
@@ -185,8 +162,8 @@ class Marks:
         return EXAMPLE
 
     def derived(self, tensor: Tensor) -> Derived | None:
-        entry = self._entries.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor and isinstance(entry[1], Derived) else None
+        mark = self._entries.get(tensor)
+        return mark if isinstance(mark, Derived) else None
 
     def roots(self, tensor: Tensor) -> frozenset[int]:
         """Ids of the parameters that `tensor` is or depends on."""
@@ -196,19 +173,24 @@ class Marks:
         return derived.roots if derived is not None else frozenset()
 
     def _put(self, tensor: Tensor, mark: Derived | int) -> None:
-        if id(tensor) in self._state:
-            return
-        self._entries[id(tensor)] = (_Key(tensor, self._forget), mark)
+        if id(tensor) not in self._state:
+            self._entries.put(tensor, mark)
 
-    def mark_constant(self, result: Any, *, random: bool = False) -> None:
+    def mark_constant(self, result: Any, *, random: bool = False, by_module: bool = False) -> None:
         for tensor in tensors_in(result):
             self._put(tensor, _RANDOM if random else CONSTANT)
+            if by_module:
+                self.made_by_modules.add(id(tensor))
 
     def mark_example(self, result: Any) -> None:
-        """Made from example data: only what has no axes, or a first axis of one, could be taken for something else."""
+        """Made from example data: what has no axes, a first axis of one, or integers could be taken for something else."""
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1):
+            if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1 or _holds_integers(tensor)):
                 self._put(tensor, EXAMPLE)
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Whether these integers came from nowhere the tape has seen: neither an input of a module, nor made from one."""
+        return _holds_integers(tensor) and self._entries.get(tensor) is None and id(tensor) not in self._state
 
     def version_of(self, number: Tensor) -> int:
         """Tells whether a buffer or frozen weight without axes was changed: a coefficient that a schedule sets."""
@@ -253,10 +235,9 @@ class Marks:
         storage, name = target.untyped_storage().data_ptr(), self.name_of_storage(target)
         if name is not None:
             raise _state_write(by, name)
-        for key, (ref, mark) in list(self._entries.items()):
-            other = ref()
-            if mark in (CONSTANT, _RANDOM) and other is not None and other.numel() and other.untyped_storage().data_ptr() == storage:
-                self._entries[key] = (ref, EXAMPLE)
+        for other, mark in self._entries.items():
+            if mark in (CONSTANT, _RANDOM) and other.numel() and other.untyped_storage().data_ptr() == storage:
+                self._entries.put(other, EXAMPLE)
 
     def check_buffers(self) -> None:
         """Refuse if a buffer was replaced by a tensor made from example data."""
@@ -276,6 +257,10 @@ class Marks:
             path, module = self.owners[key]
             return f" (in {path or 'the model itself'}, {with_article(type(module).__name__)})"
         return ""
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def with_article(name: str) -> str:

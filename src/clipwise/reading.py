@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declared import declared_owners
+from .declared import declared_owners, is_declared_constant
 from .layout import EvenGrouping, Layout, Table
 from .numerics import accumulation_dtype, unit_roundoff
 
@@ -30,6 +30,8 @@ class Reading:
     swapped: bool = False
     squares_shared: bool = False
     fixed: frozenset[int] = frozenset()  # ids of tensors that number rows and are no rows themselves
+    indices_fixed: bool = False  # integers are indices, which a run with other rows must leave alone
+    outputs_in_order: bool = False  # `reordered` speaks of inputs only
     not_rows: frozenset[tuple[int, int]] = frozenset()  # (id of a tensor, axis) whose length does not follow the batch's
 
     @classmethod
@@ -62,7 +64,7 @@ class Reading:
 
     def choices(self, tensors: Sequence[Tensor]) -> list[Reading]:
         """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance."""
-        tensors = [tensor for tensor in tensors if id(tensor) not in self.fixed]
+        tensors = [tensor for tensor in tensors if id(tensor) not in self.fixed and not is_declared_constant(tensor)]
         exact = any(
             tensor.shape[axis] == self.batch and (id(tensor), axis) not in self.not_rows for tensor in tensors for axis in _two(tensor)
         )
@@ -73,12 +75,23 @@ class Reading:
         if exact and any(tensor.dim() and tensor.shape[0] in self.tables for tensor in tensors):
             found.append(replace(straight, tables=self.tables))
         if self.reordered is not None:
-            found.append(replace(straight, reordered=self.reordered))
+            found += [replace(straight, reordered=self.reordered, outputs_in_order=in_order) for in_order in (False, True)]
+        ragged = [reading for reading in found if any(reading.is_ragged(tensor) for tensor in tensors if tensor.is_floating_point())]
+        if any(not tensor.is_floating_point() for tensor in tensors):
+            found += [replace(reading, indices_fixed=True) for reading in ragged]
         return found
+
+    def is_ragged(self, tensor: Tensor) -> bool:
+        """Whether rows of `tensor` are told by a table, not one for each example in order."""
+        axis = self.axis(tensor)
+        return axis is not None and (self.reordered is not None or tensor.shape[axis] != self.batch)
+
+    def of_outputs(self) -> Reading:
+        return replace(self, reordered=None) if self.outputs_in_order else self
 
     def axis(self, tensor: Tensor) -> int | None:
         """The axis of `tensor` that holds examples: the first or the second."""
-        if id(tensor) in self.fixed:
+        if id(tensor) in self.fixed or is_declared_constant(tensor) or (self.indices_fixed and not tensor.is_floating_point()):
             return None
         if self.squares_shared and tensor.shape == (self.batch, self.batch):
             return None

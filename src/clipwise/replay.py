@@ -98,7 +98,8 @@ class _Replay:
             t for call in self.calls for t in every_tensor([call.args, call.kwargs]) if id(t) not in made and id(t) not in self.shared
         ]
         choices = reading.choices(inputs)
-        return [reading, *(choice for choice in choices if choice is not reading)] if reading.swapped or reading.squares_shared else choices
+        held_elsewhere = reading.swapped or reading.squares_shared or reading.indices_fixed
+        return [reading, *(choice for choice in choices if choice is not reading)] if held_elsewhere else choices
 
     def names(self) -> str:
         functions = [call.func for call in self.calls]
@@ -192,7 +193,9 @@ class _Replay:
 
     def _same_without_others(self, plain: _Outcome) -> bool:
         """A count over the batch shows when examples leave. Calls with sizes written into them cannot be run that way, and say nothing."""
-        if any(id(tensor) in self.reading.fixed for call in self.calls for tensor in every_tensor([call.args, call.kwargs])):
+        if self.reading.indices_fixed or any(
+            id(tensor) in self.reading.fixed for call in self.calls for tensor in every_tensor([call.args, call.kwargs])
+        ):
             return True
         kept = sorted(random.Random().sample(range(self.reading.batch), max(1, self.reading.batch // 4)))
         before = self._try(None, still=True) if plain.drew_numbers else plain

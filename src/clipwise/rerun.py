@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
-from .declared import is_declared_constant
 from .errors import MixedExamples, StateWrite
 from .program import ProgramCall
 from .reading import Exchange, Reading, shaken
@@ -76,8 +75,7 @@ def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[An
     held = reading
     for call in tape.root_calls:
         if any(node is not None and node in nodes for node in call.output_nodes):
-            inputs = [tensor for tensor in every_tensor([call.call.args, call.call.kwargs]) if not is_declared_constant(tensor)]
-            choices = reading.choices(inputs)
+            choices = reading.choices(list(every_tensor([call.call.args, call.call.kwargs])))
             with tape.pause(), tape.eagerly(), random_states_kept(), torch.enable_grad():
                 verdicts = [
                     _Trial(call.call, choice, speaking, parameters, share=not tape.writes_parameters).verdict() for choice in choices
@@ -114,7 +112,9 @@ class _Trial:
         self.parameters = parameters
         size = sum(tensor.numel() for tensor in every_tensor(call.result)) // max(reading.batch, 1)
         most = EXAMPLES_IN_A_RUN if size < _LARGE_OUTPUT else _FEWER_EXAMPLES
-        self.numbered = any(id(tensor) in reading.fixed for tensor in every_tensor([call.args, call.kwargs]))
+        inputs = list(every_tensor([call.args, call.kwargs]))
+        ragged = any(reading.is_ragged(tensor) for tensor in inputs) and any(not tensor.is_floating_point() for tensor in inputs)
+        self.numbered = ragged or any(id(tensor) in reading.fixed for tensor in inputs)  # rows that leave would need other numbers
         everyone = list(range(reading.batch))
         self.few = everyone if self.numbered else sorted(random.Random().sample(speaking, min(len(speaking), most)))
 
@@ -122,11 +122,11 @@ class _Trial:
         """True: the rows are alone. False: they are not. None: nothing can be read from this call."""
         sizes = {size for tensor in every_tensor([self.call.args, self.call.kwargs]) for size in tensor.shape[:2]}
         try:
-            inputs, reading = self._selected(self.few), self.reading.among(self.few, sizes)
+            inputs, reading = self._selected(self.few), self.reading.among(self.few, sizes).of_outputs()
             base = self._run(inputs)
         except Exception:  # it cannot run on fewer examples: run it on all
             self.few = list(range(self.reading.batch))
-            inputs, reading = self._selected(self.few), self.reading
+            inputs, reading = self._selected(self.few), self.reading.of_outputs()
             base = self._run(inputs)
         try:
             axes = self._axes_without_most(base, reading) or [reading.axis(output) for output in base.outputs]

@@ -207,6 +207,7 @@ def capture(model: nn.Module | Sequence[nn.Module], *, fallback: bool = False) -
     finally:
         for hook in hooks:
             hook.remove()
+        tape.marks.remember_constants()
         remember_examples(modules, lambda tensor: tape.marks.kind(tensor) == EXAMPLE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,8 @@ class Watch(TorchFunctionMode):
                 return self._on_examples(func, trait, args, kwargs)
             result = func(*args, **kwargs)
             if not trait.payload:
-                tape.marks.mark_constant(result, random=trait.random or any(map(tape.marks.varies, tensors_in(args))))
+                varies = trait.random or any(map(tape.marks.varies, tensors_in(args)))
+                tape.marks.mark_constant(result, random=varies, by_module=tape.depth > 0)
             self.note(func, trait, args, kwargs, result, from_nothing=True)
             return result
         if not example:
@@ -89,7 +91,9 @@ class Watch(TorchFunctionMode):
                 kind = marks.kind(value)
                 if marks.stale and id(value) in marks.stale:
                     marks.refuse_stale(value)
-                if kind == EXAMPLE:
+                if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
+                    marks.mark_constant(value)  # a table of indices that a module has cached outside itself
+                elif kind == EXAMPLE:
                     example = True
                 elif kind == TRACKED:
                     tracked.append(value)
@@ -268,10 +272,10 @@ class Watch(TorchFunctionMode):
 
 
 def _as_number(value: Any) -> int | None:
-    """An integer of numpy's; None for an array, which only looks like one."""
+    """An integer of numpy's; None for what only looks like one."""
     try:
-        return value.__index__()
-    except TypeError:
+        return operator.index(value)
+    except Exception:
         return None
 
 

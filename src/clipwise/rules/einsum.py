@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UncoveredUse
-from ..factors import Dense, Factor, Outer
-from ..layout import to_rows
+from ..factors import Dense, Diagonal, Factor, Outer
+from ..layout import from_rows, to_rows
 from ..numerics import to_accumulate
 from ..registry import Call, Factors, Use, own_rule
 
@@ -45,13 +45,14 @@ def letters_of(use: Use, dims: list[int]) -> tuple[list[str], str]:
 
 
 def _row_axes(use: Use, dims: int) -> tuple[int, ...]:
-    """Axes of the output that no weight has. Refuses what no einsum gradient can express."""
+    """Axes of the output that are not a weight's alone. Refuses what no einsum gradient can express."""
     operands = operands_of(use)
     terms, output = letters_of(use, [operand.dim() for operand in operands])
     of_weights: set[str] = set()
     for place, (term, operand) in enumerate(zip(terms, operands)):
         if use.tracks(operand):
-            of_weights |= set(term)
+            of_others = set().union(*(other for i, other in enumerate(terms) if i != place))
+            of_weights |= set(term) - of_others
             elsewhere = set(output).union(*(other for i, other in enumerate(terms) if i != place))
             if len(set(term)) != len(term) or not set(term) <= elsewhere:
                 raise UncoveredUse(
@@ -74,7 +75,7 @@ def einsum(call: Call) -> Factors:
     row = rows if len(rows) == 1 else spare  # one letter for all rows
 
     def rows_first(names: str, operand: Tensor) -> Term:
-        if rows and all(letter in names for letter in rows):
+        if rows and not call.tracks(operand) and all(letter in names for letter in rows):
             return Term(row + _without(names, rows), to_rows(operand, tuple(names.index(letter) for letter in rows)))
         return Term(names, operand)
 
@@ -86,10 +87,31 @@ def einsum(call: Call) -> Factors:
     for place, weight in enumerate(terms):
         if call.tracks(weight.tensor):
             others = [term for i, term in enumerate(terms) if i != place]
-            factor = _outer(grad, others, weight, row) or _dense(grad, others, weight, row)
+            factor = (
+                _own_rows(call, output, weight, operands, letters) or _outer(grad, others, weight, row) or _dense(grad, others, weight, row)
+            )
             before = factors.get(weight.tensor)
             factors[weight.tensor] = factor if before is None else Dense(before.dense() + factor.dense())
     return factors
+
+
+def _own_rows(call: Call, output: str, weight: Term, operands: list[Tensor], letters: list[str]) -> Factor | None:
+    """A weight made as long as the batch (from constants expanded to it) has a part for each row; otherwise None."""
+    rows = [output[axis] for axis in call.axes]
+    (place,) = [i for i, operand in enumerate(operands) if operand is weight.tensor][:1]
+    own = [letter for letter in rows if letter in letters[place]]
+    if not own:
+        return None
+    if len(own) != len(rows):
+        raise UncoveredUse(
+            f"torch.einsum({call.original.args[0]!r}): a weight has some of the axes along which the examples lie, and not all.",
+            "Flatten these axes into one before the call.",
+        )
+    whole = from_rows(call.output_grad.unsqueeze(0), call.axes, call.output_shape)[0]
+    others = [(names, operand) for i, (names, operand) in enumerate(zip(letters, operands)) if i != place]
+    equation = ",".join([output, *(names for names, _ in others)]) + "->" + letters[place]
+    grad = torch.einsum(equation, to_accumulate(whole), *(to_accumulate(operand) for _, operand in others))
+    return Diagonal(grad, tuple(letters[place].index(letter) for letter in own))
 
 
 def _without(letters: str, removed: str) -> str:

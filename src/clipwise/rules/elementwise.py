@@ -73,6 +73,18 @@ def joined(use: Use, tap: Any) -> Any:
     return ((tensors, *use.args[1:]), dict(use.kwargs)) if use.args else ((), {**use.kwargs, "tensors": tensors})
 
 
+_MOVES = ["index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill", "masked_scatter"]
+
+
+@spread(*_functions(_MOVES))
+def moved(use: Use, tap: Any) -> Any:
+    """Entries of a weight put to places that the examples choose: each weight is tapped as it stands."""
+    if use.func.__name__.endswith("_") and use.tracks(use.args[0]):
+        return None
+    as_it_stands = lambda value: tap(value) if use.tracks(value) else value
+    return map_values(tuple(use.args), as_it_stands), {name: map_values(value, as_it_stands) for name, value in use.kwargs.items()}
+
+
 @spread(torch.Tensor.__setitem__)
 def assigned(use: Use, tap: Any) -> Any:
     """x[index] = weight, with x holding examples."""

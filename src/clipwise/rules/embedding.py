@@ -134,6 +134,8 @@ def getitem(table: Tensor, index: object) -> object:
     picks = [items[axis] for axis in chosen]
     if not chosen or chosen != list(range(chosen[0], chosen[0] + len(chosen))) or not all(map(_is_integer_index, picks)):
         return NotImplemented
+    if all(isinstance(pick, int) or not pick.dim() for pick in picks):
+        return table[tuple(int(item) if isinstance(item, Tensor) else item for item in items)]  # one part for all: a derived weight
     sizes = [table.shape[axis] for axis in chosen]
     flat: Any = 0
     for pick, size in zip(picks, sizes):
