@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import clipwise as cw
 from helpers import ALL_METHODS, Net, assert_exact, examples
 
 P = nn.Parameter
@@ -118,6 +119,20 @@ def test_orthogonal_parametrization():
 def test_spectral_norm_with_its_buffers_at_rest():
     model = Net(lambda s, x: torch.tanh(s.a(x)), a=parametrizations.spectral_norm(nn.Linear(4, 3)).eval())
     assert_exact(model, examples(5, 4), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_spectral_norm_while_its_buffers_move(old):
+    """Power iteration writes the weight into buffers, no example: nothing to refuse."""
+    layer = (nn.utils.spectral_norm if old else parametrizations.spectral_norm)(nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer).double()
+    for _ in range(4):
+        with cw.capture(model) as tape:
+            losses = model(examples(5, 4)).square().sum(1)
+        rows = [torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True) for loss in losses]
+        norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+        torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
 
 
 def test_embedding_of_a_derived_table_keeps_its_gradient_exact():

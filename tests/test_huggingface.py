@@ -220,6 +220,27 @@ def test_adapters_on_a_quantised_base():
     assert_exact(case, model, text(4), "auto")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_on_a_base_quantised_by_bitsandbytes(bits):
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def quantised():
+        kinds = {4: lambda: bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")}
+        layer = kinds.get(bits, lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False))()
+        layer.load_state_dict(nn.Linear(64, 64).state_dict())
+        return layer.to("cpu").requires_grad_(False)
+
+    adapter = lambda: nn.Sequential(nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False))
+    model = nn.ModuleList([quantised(), adapter(), quantised(), adapter()])
+    forward = lambda x: model[2](h := torch.tanh(model[0](x) + model[1](x))) + model[3](h)
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = forward(torch.randn(8, 5, 64)).square().mean((1, 2))
+        norms = cw.per_example_norms(tape, losses)
+        rows = [torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True) for loss in losses]
+        torch.testing.assert_close(norms, torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows]), rtol=1e-5, atol=0)
+
+
 def test_lora_as_it_starts():
     """B = 0: the gradient of A is zero on the first step, and right on the second."""
     peft = pytest.importorskip("peft")

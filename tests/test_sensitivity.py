@@ -130,3 +130,31 @@ def test_a_loss_of_the_wrong_shape_cannot_slip_through():
     with pytest.raises(cw.MixedExamples) as refused:
         cw.clipped_loss(tape, losses, cw.flat(1.0))
     assert "(B, B)" in str(refused.value)
+
+
+SEQUENCES = {
+    "attention": lambda: Net(lambda s, x: s.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2, batch_first=True)),
+    "encoder": lambda: Net(lambda s, x: s.e(x), e=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)),
+    "lstm": lambda: Net(lambda s, x: s.l(x)[0], l=nn.LSTM(4, 3, batch_first=True)),
+    "gru": lambda: Net(lambda s, x: s.l(x)[0], l=nn.GRU(4, 3, bidirectional=True, batch_first=True)),
+    "experts": lambda: Net(lambda s, x: torch.bmm(x.transpose(0, 1), s.w).transpose(0, 1), w=nn.Parameter(torch.randn(8, 4, 3))),
+    "prototypes": lambda: Net(lambda s, x: torch.cdist(x, s.w), w=nn.Parameter(torch.randn(3, 4))),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_layers_of_sequences(name, attack, dtype):
+    x = ATTACKS[attack](examples(4, 8, 4)).to(dtype)
+    assert sensitivity(SEQUENCES[name]().to(dtype), [x], 0.7, loss=plain_sum) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_with_huge_rows(mode):
+    model = Net(lambda s, ids: s.e(ids), e=nn.EmbeddingBag(6, 3, mode=mode))
+    with torch.no_grad():
+        model.e.weight[2] *= 1e12
+        model.e.weight[3] = float("nan")
+    ids = torch.tensor([[2, 2, 2], [0, 1, 0], [3, 1, 0], [5, 5, 2]])
+    assert sensitivity(model, [ids], 0.7, loss=lambda out: out.square().sum(1)) <= LIMIT[torch.float32]
