@@ -285,3 +285,23 @@ def test_what_is_only_kept_for_looking_at_does_no_harm():
     for _ in range(3):
         tape, losses = losses_of(model, torch.randn(5, 3))
         cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+
+
+def test_the_id_of_what_was_freed_is_not_taken_for_it():
+    """A module lets go of what it kept from the last batch; the next tensor may get the same id."""
+
+    class Shown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.seen = nn.Linear(3, 3), None
+
+        def forward(self, x):
+            self.seen = None
+            several = [torch.tanh(self.a(x) + 1.0) for _ in range(30)]
+            self.seen = several[-1]
+            return sum(several)
+
+    model = Shown()
+    for _ in range(20):
+        tape, losses = losses_of(model, torch.randn(5, 3))
+        cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()

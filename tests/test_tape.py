@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
+from clipwise.declared import is_declared_constant
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
 
@@ -499,3 +500,24 @@ def test_a_step_is_freed_at_once(use):
         assert living() <= before
     finally:
         gc.enable()
+
+
+def test_only_what_a_module_made_stays_constant():
+    """Constants that a module made and let go leave their ids to tensors of the user, which are nobody's constants afterwards."""
+
+    class Maker(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x):
+            for length in range(40):
+                torch.arange(length + 2)
+            return self.a(x)
+
+    model = Maker()
+    for _ in range(20):
+        with cw.capture(model):
+            model(torch.randn(5, 3))
+            mine = [torch.arange(5) for _ in range(60)]
+        assert not any(map(is_declared_constant, mine))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
-_constants: dict[int, weakref.ref[Tensor]] = {}
-_owners: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+from .weak import WeakTable
+
+_constants: WeakTable[bool] = WeakTable()
+_owners: WeakTable[Tensor] = WeakTable()
 
 
 def constant(tensor: Tensor) -> Tensor:
     """Declare that `tensor` carries no examples: a shared mask, a table of prototypes. Returns the tensor itself."""
-    key = id(tensor)
-    _constants[key] = weakref.ref(tensor, lambda _: _constants.pop(key, None))
+    _constants.put(tensor, True)
     return tensor
 
 
 def is_declared_constant(tensor: Tensor) -> bool:
-    declared = _constants.get(id(tensor))
-    return declared is not None and declared() is tensor
+    return _constants.get(tensor) is not None
 
 
 def owners(tensor: Tensor, owner: Tensor) -> Tensor:
@@ -38,12 +36,10 @@ def owners(tensor: Tensor, owner: Tensor) -> Tensor:
             f"owners must be a vector of integers, one for each of the {len(tensor) if tensor.dim() else 1} rows, got a {owner.dtype} tensor "
             f"of shape {tuple(owner.shape)}"
         )
-    key = id(tensor)
-    _owners[key] = (weakref.ref(tensor, lambda _: _owners.pop(key, None)), owner.detach().long().cpu())
+    _owners.put(tensor, owner.detach().long().cpu())
     return tensor
 
 
 def declared_owners(tensor: Tensor) -> Tensor | None:
     """(R,), if they were declared."""
-    declared = _owners.get(id(tensor))
-    return declared[1] if declared is not None and declared[0]() is tensor else None
+    return _owners.get(tensor)

@@ -1,8 +1,8 @@
 """Who is who on the tape: parameters, weights derived from them, constants, and example data.
 
 Example data is what nobody vouched for: everything that enters from outside, and whatever is computed from it. A tensor
-counts as constant if it is a buffer, a frozen parameter or another tensor that a module holds, if it was made inside from nothing (`arange`, `zeros`), from
-constants alone, if it has no axes, if its first axis is 1 while other inputs' are longer, or if it was declared so. A
+counts as constant if it is a buffer, a frozen parameter or another tensor that a module holds, if it was made inside from
+nothing (`arange`, `zeros`) or from constants alone, if it has no axes, if its first axis is 1 while other inputs' are longer, or if it was declared so. A
 tensor computed from parameters and constants alone that carries gradient is a *derived weight*.
 
 Taking a constant for example data leads to a refusal; taking example data for a constant leads to a derived weight, whose
@@ -48,8 +48,8 @@ class Marks:
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
         self._entries: WeakTable[Derived | int] = WeakTable()
-        self.made_by_modules: set[int] = set()  # ids of constants that came up while a captured module ran
-        self.stale: dict[int, str] = {}  # tensors with examples of an earlier batch, and where they are kept
+        self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
+        self.has_stale = False  # some module keeps examples of an earlier batch
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
@@ -66,24 +66,26 @@ class Marks:
                     if buffer is not None:
                         self._add_state(full_name, buffer)
 
-        for name, tensor in kept_tensors(modules):
+        for _, tensor in kept_tensors(modules):
             if kept_from_earlier(tensor) is not None:
-                self.stale[id(tensor)] = name
+                self.has_stale = True
             else:
                 self._put(tensor, CONSTANT)
 
     def remember_constants(self) -> None:
         """Constants that a module made and kept somewhere (a cached table of positions) are constants in the next block too."""
-        for tensor, mark in self._entries.items():
-            if mark == CONSTANT and id(tensor) in self.made_by_modules:
+        for tensor, _ in self._made_by_modules.items():
+            if self._entries.get(tensor) == CONSTANT:
                 constant(tensor)
 
     def refuse_stale(self, tensor: Tensor) -> None:
-        """A record would get into the gradients of later steps, where nothing clips or counts it."""
-        raise StateWrite(
-            f"{self.stale[id(tensor)]} holds data of an earlier batch, and is used again.",
-            "Start every batch from a fixed or learned state, or pass what belongs to an example along with that example.",
-        )
+        """Refuse examples of an earlier batch: a record would get into later gradients, where nothing clips or counts it."""
+        where = kept_from_earlier(tensor)
+        if where is not None:
+            raise StateWrite(
+                f"{where} holds data of an earlier batch, and is used again.",
+                "Start every batch from a fixed or learned state, or pass what belongs to an example along with that example.",
+            )
 
     def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
         if id(parameter) not in self.parameters:
@@ -180,7 +182,7 @@ class Marks:
         for tensor in tensors_in(result):
             self._put(tensor, _RANDOM if random else CONSTANT)
             if by_module:
-                self.made_by_modules.add(id(tensor))
+                self._made_by_modules.put(tensor, True)
 
     def mark_example(self, result: Any) -> None:
         """Made from example data: what has no axes, a first axis of one, or integers could be taken for something else."""

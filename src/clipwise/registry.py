@@ -38,6 +38,10 @@ class Use:
         """Arguments that several functions call by different names: positional ones first, then those with one of these names."""
         return [*self.args, *(self.kwargs[name] for name in names if name in self.kwargs)]
 
+    def mapped(self, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with every value, also inside lists and tuples, put through `function`."""
+        return map_values(tuple(self.args), function), {name: map_values(value, function) for name, value in self.kwargs.items()}
+
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""
         return id(value) in self._tracked_ids
@@ -62,8 +66,7 @@ class Call(Use):
                 return value
             return to_rows(value, axes)
 
-        args, kwargs = map_values(tuple(use.args), rows_first), {name: map_values(value, rows_first) for name, value in use.kwargs.items()}
-        super().__init__(use.func, args, kwargs, use.tracked)
+        super().__init__(use.func, *use.mapped(rows_first), use.tracked)
         self.original = use  # as it was called
         self.output_grad = to_rows(output_grad, axes)
         self.axes = axes

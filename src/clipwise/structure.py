@@ -55,16 +55,13 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
     return out
 
 
-def tensors_in(result: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or the result of a torch call: lists, tuples and dicts of them."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from tensors_in(item)
-    elif isinstance(result, dict):
-        for item in result.values():
-            yield from tensors_in(item)
+def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dicts: the arguments or the result of a torch call. A negative depth sets no limit."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item, depth - 1)
 
 
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:

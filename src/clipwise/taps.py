@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .registry import Rule, Use
-from .structure import map_values
 
 
 class Slot:
@@ -49,9 +48,7 @@ class Record:
                 return kept[value.index]
             return value
 
-        use = self.use
-        args, kwargs = map_values(tuple(use.args), fill), {name: map_values(value, fill) for name, value in use.kwargs.items()}
-        return Use(use.func, args, kwargs, use.tracked), examples
+        return Use(self.use.func, *self.use.mapped(fill), self.use.tracked), examples
 
 
 class Switch:

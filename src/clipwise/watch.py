@@ -20,7 +20,7 @@ from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
-from .structure import map_values, tensors_in
+from .structure import tensors_in
 from .taps import Deposit, Record, Slot, Tap
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Watch(TorchFunctionMode):
         for value in values:
             if isinstance(value, Tensor):
                 kind = marks.kind(value)
-                if marks.stale and id(value) in marks.stale:
+                if marks.has_stale:
                     marks.refuse_stale(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
                     marks.mark_constant(value)  # a table of indices that a module has cached outside itself
@@ -266,9 +266,7 @@ class Watch(TorchFunctionMode):
                 return Slot(len(kept) - 1, marks.kind(value) != CONSTANT)
             return value
 
-        args = map_values(tuple(use.args), put_away)
-        kwargs = {name: map_values(value, put_away) for name, value in use.kwargs.items()} if use.kwargs else use.kwargs
-        return Use(use.func, args, kwargs, use.tracked), tuple(kept)
+        return Use(use.func, *use.mapped(put_away), use.tracked), tuple(kept)
 
 
 def _as_number(value: Any) -> int | None:

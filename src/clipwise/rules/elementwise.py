@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry import Use, rewrite, spread
-from ..structure import map_values, tensors_in
+from ..structure import tensors_in
 
 _NAMES = """add sub subtract rsub mul multiply div divide true_divide floor_divide pow float_power where lerp maximum minimum
     max min fmax fmin atan2 arctan2 hypot copysign fmod remainder addcmul addcdiv clamp clip clamp_min clamp_max logaddexp
@@ -41,7 +41,7 @@ def elementwise(use: Use, tap: Any) -> Any:
         # A weight without axes does not decide the precision of the result; once expanded it would.
         return tap(value, shape).to(_result_type(numbers)) if value.dim() == 0 and len(shape) else tap(value, shape)
 
-    return map_values(tuple(use.args), spread_out), {name: map_values(value, spread_out) for name, value in use.kwargs.items()}
+    return use.mapped(spread_out)
 
 
 def _broadcast_shape(tensors: list[Tensor]) -> torch.Size:
@@ -65,24 +65,16 @@ def _axis_arguments(use: Use) -> list[Any]:
     return [*use.args[1:2], use.kwargs.get("dim")] if use.func.__name__ in ("max", "min") else []
 
 
-@spread(torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack, torch.column_stack)
-def joined(use: Use, tap: Any) -> Any:
-    """A class token in front of a sequence: each weight is tapped as it stands."""
-    first = use.args[0] if use.args else use.kwargs["tensors"]
-    tensors = type(first)(tap(value) if use.tracks(value) else value for value in first)
-    return ((tensors, *use.args[1:]), dict(use.kwargs)) if use.args else ((), {**use.kwargs, "tensors": tensors})
+_JOINS = "cat concat concatenate stack hstack vstack dstack column_stack".split()
+_MOVES = "index_add index_copy index_put scatter scatter_add scatter_reduce index_fill masked_scatter".split()
 
 
-_MOVES = ["index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "index_fill", "masked_scatter"]
-
-
-@spread(*_functions(_MOVES))
+@spread(*_functions(_JOINS), *_functions(_MOVES))
 def moved(use: Use, tap: Any) -> Any:
-    """Entries of a weight put to places that the examples choose: each weight is tapped as it stands."""
+    """A class token in front of a sequence, entries put to places that the examples choose: each weight is tapped as it stands."""
     if use.func.__name__.endswith("_") and use.tracks(use.args[0]):
         return None
-    as_it_stands = lambda value: tap(value) if use.tracks(value) else value
-    return map_values(tuple(use.args), as_it_stands), {name: map_values(value, as_it_stands) for name, value in use.kwargs.items()}
+    return use.mapped(lambda value: tap(value) if use.tracks(value) else value)
 
 
 @spread(torch.Tensor.__setitem__)

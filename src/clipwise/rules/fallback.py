@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..functions import trait_of
 from ..registry import Call, Factors, Rule, Use, all_but_last
-from ..structure import map_values
 
 if TYPE_CHECKING:
     from ..watch import Watch
@@ -24,7 +23,7 @@ def differentiate_each_example(watch: Watch, use: Use) -> Any:
         return next((alias for alias, weight in zip(aliases, use.tracked) if value is weight), value)
 
     upstream = upstream_of(use)
-    args, kwargs = map_values(tuple(use.args), with_alias), {name: map_values(value, with_alias) for name, value in use.kwargs.items()}
+    args, kwargs = use.mapped(with_alias)
     output = use.func(*args, **kwargs)
     if isinstance(output, Tensor) and not output.requires_grad:
         return output

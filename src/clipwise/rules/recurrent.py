@@ -158,7 +158,7 @@ def _without_advice() -> Iterator[None]:
 def _factors(call: Call) -> Factors:
     """From dz, the gradient of the pre-activations."""
     previous, second, w_hh = call.args
-    w, bias, projection = call.bind("", "", "", "w_hh", "b_hh", "w_hr")[3:]
+    w, bias, projection = (call.kwargs.get(name) for name in ("w_hh", "b_hh", "w_hr"))
     grad = call.output_grad
     if call.func is torch.gru:
         width = second.shape[-1]

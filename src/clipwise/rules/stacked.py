@@ -33,8 +33,9 @@ def stacked_factor(x: Tensor, grad: Tensor, weight: Tensor, axes: tuple[int, ...
     left, right = (grad, x) if weight_left else (x, grad)
     if own and len(own) == len(axes):
         summed = [axis for axis in range(len(stack)) if axis not in shared]
-        whole = (to_accumulate(left).mT @ to_accumulate(right)).sum(summed, keepdim=True) if summed else left.mT @ right
-        return Diagonal(whole.reshape(weight.shape), tuple(axis - missing for axis in axes))
+        whole = to_accumulate(left).mT @ to_accumulate(right)
+        added = whole.sum(summed, keepdim=True) if summed else whole
+        return Diagonal(added.reshape(weight.shape), tuple(axis - missing for axis in axes))
     left, right = (_blocks(side, axes, [axis for axis in shared if axis not in own]) for side in (left, right))
     if own:
         left, right = (_only_own_blocks(side, axes, own, shared, grad.shape) for side in (left, right))
