@@ -72,6 +72,11 @@ def assert_exact(
         assert float(relative) <= allowed, f"{method}: norms off by {float(relative):.2e}"
 
 
+def row_norms(rows: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    """The norm of each example's gradient over all parameters. rows: [example][parameter], None where a parameter took no part"""
+    return torch.stack([torch.cat([grad.to_dense().flatten() for grad in row if grad is not None]).norm() for row in rows])
+
+
 def sensitivity(
     model: nn.Module, inputs: Sequence[Tensor], bound: float, *, loss=squared_output, method: str = "auto", context=None, clipping=None
 ) -> float:

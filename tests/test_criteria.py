@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from helpers import ALL_METHODS
+from helpers import ALL_METHODS, row_norms
 
 P = nn.Parameter
 
@@ -79,7 +79,7 @@ def test_criteria(name, method):
         x, y = torch.randn(6, *shape, dtype=torch.float64), torch.randint(0, 3, (6, *target_shape))
         parameters = [*model.parameters(), *criterion.parameters()]
         rows = [torch.autograd.grad(criterion(model(x[i : i + 1]), y[i : i + 1]).sum(), parameters) for i in range(6)]
-        norms = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+        norms = row_norms(rows)
         bound = float(norms.median())
         with cw.capture([model, criterion]) as tape:
             losses = criterion(model(x), y)

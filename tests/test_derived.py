@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import clipwise as cw
-from helpers import ALL_METHODS, Net, assert_exact, examples
+from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms
 
 P = nn.Parameter
 
@@ -131,7 +131,7 @@ def test_spectral_norm_while_its_buffers_move(old):
         with cw.capture(model) as tape:
             losses = model(examples(5, 4)).square().sum(1)
         rows = [torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True) for loss in losses]
-        norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+        norms = row_norms(rows)
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from helpers import ALL_METHODS, Net
+from helpers import ALL_METHODS, Net, row_norms
 
 P, L = nn.Parameter, nn.Linear
 
@@ -43,7 +43,7 @@ def true_norms(model, losses_of):
     parameters = list((model if isinstance(model, nn.Module) else nn.ModuleList(model)).parameters())
     losses = losses_of()
     rows = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
-    return torch.stack([torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows])
+    return row_norms(rows)
 
 
 def assert_right(model, losses_of):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import clipwise as cw
+from helpers import row_norms
 
 hf = pytest.importorskip("transformers")
 from huggingface import CASES, ROTARY, SMALL, VIT, causal, ids, text  # noqa: E402
@@ -86,7 +87,7 @@ def test_with_dropout(name):
     norms = cw.per_example_norms(tape, losses)
     trainable = [p for p in model.parameters() if p.requires_grad]
     rows = [torch.autograd.grad(loss, trainable, retain_graph=True, allow_unused=True) for loss in losses]
-    true = torch.stack([torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows])
+    true = row_norms(rows)
     torch.testing.assert_close(norms, true, rtol=1e-8, atol=0)
 
 
@@ -112,7 +113,7 @@ def test_experts_by_grouped_products(family):
     for batch in (5, 4, 5):
         inputs = text(batch)
         rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True) for loss in causal(model, inputs)]
-        norms = torch.stack([torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows])
+        norms = row_norms(rows)
         with cw.capture(model) as tape:
             losses = causal(model, inputs)
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms, rtol=1e-4, atol=0)
@@ -238,7 +239,7 @@ def test_adapters_on_a_base_quantised_by_bitsandbytes(bits):
             losses = forward(torch.randn(8, 5, 64)).square().mean((1, 2))
         norms = cw.per_example_norms(tape, losses)
         rows = [torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True) for loss in losses]
-        torch.testing.assert_close(norms, torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, row_norms(rows), rtol=1e-5, atol=0)
 
 
 def test_lora_as_it_starts():

@@ -7,7 +7,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise.testing import squared_output
-from helpers import ALL_METHODS, Net
+from helpers import ALL_METHODS, Net, row_norms
 
 
 def graphs(sizes):
@@ -34,7 +34,7 @@ def assert_right(model, losses_of):
         losses = losses_of()
         parameters = dict(model.named_parameters())
         rows = [torch.autograd.grad(loss, list(parameters.values()), retain_graph=True) for loss in losses]
-        norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+        norms = row_norms(rows)
         bound = float(norms.median())
         with cw.capture(model) as tape:
             losses = losses_of()
@@ -74,7 +74,7 @@ def test_graphs_with_as_many_edges_each(declared, batch):
         ]
         with cw.capture(model) as tape:
             losses = squared_output(model(nodes, edges, graph, batch))
-        norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+        norms = row_norms(rows)
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
 
 

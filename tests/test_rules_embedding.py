@@ -9,7 +9,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise.testing import squared_output
-from helpers import ALL_METHODS, Net, assert_exact, examples
+from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=2), rows=st.integers(1, 6), padding=st.sampled_from([None, 0, -1]), sparse=st.booleans())
@@ -114,7 +114,7 @@ def test_bags_of_different_lengths(mode, last, weighted):
             torch.autograd.grad(loss, list(model.parameters()))
             for loss in [squared_output(model(ids, offsets, scales))[i] for i in range(5)]
         ]
-        norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+        norms = row_norms(rows)
         for method in ALL_METHODS:
             with cw.capture(model) as tape:
                 losses = squared_output(model(ids, offsets, scales))
@@ -168,7 +168,7 @@ def test_as_many_ids_as_bags():
             rows = [torch.autograd.grad(squared_output(model(ids, offsets))[i], list(model.parameters())) for i in range(6)]
             with cw.capture(model) as tape:
                 losses = squared_output(model(ids, offsets))
-            norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+            norms = row_norms(rows)
             torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
 
 
@@ -184,5 +184,5 @@ def test_few_ids_with_learned_weights(count):
         rows = [torch.autograd.grad(squared_output(model(ids, offsets))[i], list(model.parameters())) for i in range(count)]
         with cw.capture(model) as tape:
             losses = squared_output(model(ids, offsets))
-        norms = torch.stack([torch.cat([grad.to_dense().flatten() for grad in row]).norm() for row in rows])
+        norms = row_norms(rows)
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)

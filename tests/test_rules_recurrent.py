@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import clipwise as cw
 from clipwise.testing import clip_and_add, squared_output
-from helpers import ALL_METHODS, Net, assert_exact, examples, sensitivity
+from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms, sensitivity
 
 P = nn.Parameter
 LAYERS = {
@@ -167,7 +167,7 @@ def test_dropout_between_layers():
         losses = squared_output(model(examples(6, 4, 3)))
     norms = cw.per_example_norms(tape, losses)
     rows = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    torch.testing.assert_close(norms, torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows]))
+    torch.testing.assert_close(norms, row_norms(rows))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -233,7 +233,7 @@ def test_a_packed_sequence_as_the_model_s_input(kind, batch):
     packed = pack_padded_sequence(examples(batch, 5, 3), lengths, batch_first=True, enforce_sorted=False)
     loss = lambda out: squared_output(pad_packed_sequence(out[0], batch_first=True)[0])
     rows = [torch.autograd.grad(loss(layer(packed))[i], list(layer.parameters())) for i in range(batch)]
-    norms = torch.stack([torch.cat([grad.flatten() for grad in row]).norm() for row in rows])
+    norms = row_norms(rows)
     for _ in range(4):
         with cw.capture(layer) as tape:
             losses = loss(layer(packed))

@@ -75,7 +75,7 @@ def frozen_statistics(module: nn.Module) -> nn.Module:
     return away_from_one(module).eval()
 
 
-def unpool(pool: type[nn.Module], unpool: type[nn.Module]) -> Callable[..., Tensor]:
+def unpool(pool: type[nn.Module]) -> Callable[..., Tensor]:
     return lambda layer, x: layer(*pool(2, return_indices=True)(x))
 
 
@@ -101,7 +101,7 @@ for _d, _space in SIZES.items():
         f"MaxPool{_d}d": free(lambda d=_d: getattr(nn, f"MaxPool{d}d")(2), 2, *_space),
         f"LPPool{_d}d": free(lambda d=_d: getattr(nn, f"LPPool{d}d")(2, 2), 2, *_space),
         f"MaxUnpool{_d}d": Entry(
-            FREE, lambda d=_d: getattr(nn, f"MaxUnpool{d}d")(2), floats(2, *_space), unpool(getattr(nn, f"MaxPool{_d}d"), nn.Module)
+            FREE, lambda d=_d: getattr(nn, f"MaxUnpool{d}d")(2), floats(2, *_space), unpool(getattr(nn, f"MaxPool{_d}d"))
         ),
         f"CircularPad{_d}d": free(lambda d=_d: getattr(nn, f"CircularPad{d}d")(1), 2, *_space),
         f"ConstantPad{_d}d": free(lambda d=_d: getattr(nn, f"ConstantPad{d}d")(1, 0.5), 2, *_space),
