@@ -34,6 +34,10 @@ class Clipping(ABC):
     def sensitivity(self) -> float:
         """The most that one example can move the clipped sum."""
 
+    def noise_of_sums(self, noise_multiplier: float) -> float:
+        """The noise multiplier of the clipped sums, where something else that a step releases takes a part of the budget."""
+        return noise_multiplier
+
     @abstractmethod
     def groups(self, names: Sequence[str]) -> list[Group]:
         """A partition of the trainable parameters `names`."""
@@ -58,17 +62,20 @@ class Clipping(ABC):
         return weights, finite
 
 
-def _check_bound(bound: float, what: str = "the clipping bound") -> float:
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not (0 < bound < math.inf):
+def check_positive(value: float, what: str = "the clipping bound") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
         raise BadClipping(
-            f"{what} must be a positive, finite number, got {bound!r}.", "Pass the largest norm a gradient may keep, e.g. flat(1.0)."
+            f"{what} must be a positive, finite number, got {value!r}.", "Pass the largest norm a gradient may keep, e.g. flat(1.0)."
         )
-    return float(bound)
+    return value
 
 
 @dataclass(frozen=True)
 class Flat(Clipping):
     bound: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.bound)
 
     @property
     def sensitivity(self) -> float:
@@ -81,6 +88,9 @@ class Flat(Clipping):
 @dataclass(frozen=True)
 class PerLayer(Clipping):
     bound: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.bound)
 
     @property
     def sensitivity(self) -> float:
@@ -96,6 +106,12 @@ class PerLayer(Clipping):
 @dataclass(frozen=True)
 class PerGroup(Clipping):
     bounds: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.bounds:
+            raise BadClipping("per_group needs at least one pattern.", 'For example per_group({"encoder.*": 1.0, "*": 0.5}).')
+        for pattern, bound in self.bounds:
+            check_positive(bound, f"the bound of {pattern!r}")
 
     @property
     def sensitivity(self) -> float:
@@ -121,6 +137,10 @@ class Automatic(Clipping):
     bound: float
     stability: float
 
+    def __post_init__(self) -> None:
+        check_positive(self.bound)
+        check_positive(self.stability, "the stability constant")
+
     @property
     def sensitivity(self) -> float:
         return self.bound
@@ -135,12 +155,12 @@ class Automatic(Clipping):
 
 def flat(bound: float) -> Clipping:
     """The whole gradient of an example is scaled down to norm `bound` (Abadi et al. 2016). Sensitivity: bound."""
-    return Flat(_check_bound(bound))
+    return Flat(bound)
 
 
 def per_layer(bound: float) -> Clipping:
     """Each of the m layers (modules that own trainable parameters) is scaled down to bound/√m (McMahan et al. 2018). Sensitivity: bound."""
-    return PerLayer(_check_bound(bound))
+    return PerLayer(bound)
 
 
 def per_group(bounds: Mapping[str, float]) -> Clipping:
@@ -148,11 +168,9 @@ def per_group(bounds: Mapping[str, float]) -> Clipping:
 
     clipwise.per_group({"encoder.*": 1.0, "*.bias": 0.1, "*": 0.5})
     """
-    if not bounds:
-        raise BadClipping("per_group needs at least one pattern.", 'For example per_group({"encoder.*": 1.0, "*": 0.5}).')
-    return PerGroup(tuple((pattern, _check_bound(bound, f"the bound of {pattern!r}")) for pattern, bound in bounds.items()))
+    return PerGroup(tuple(bounds.items()))
 
 
 def automatic(bound: float = 1.0, *, stability: float = 0.01) -> Clipping:
     """Every gradient is normalised: bound·g/(‖g‖ + stability) (Bu et al. 2023). Sensitivity: bound."""
-    return Automatic(_check_bound(bound), _check_bound(stability, "the stability constant"))
+    return Automatic(bound, stability)

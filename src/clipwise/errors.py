@@ -50,6 +50,38 @@ class BadClipping(Refusal, ValueError):
     """A clipping that cannot be: a bound that is not positive, a pattern that matches no parameter."""
 
 
+class BadPlan(Refusal, ValueError):
+    """A plan that contradicts itself, or that no accountant covers."""
+
+
+class BudgetSpent(Refusal):
+    """The plan's steps are used up: one more would cost more than was promised."""
+
+
+class ForeignGradient(Refusal):
+    """A gradient that did not come through `private.loss`, or was changed after it did."""
+
+
+class NothingClipped(Refusal):
+    """`step()` without new losses that went through `private.loss` and `backward()`."""
+
+
+class WrongDraw(Refusal):
+    """Losses that are not those of one new draw of the private loader: too many, too few, twice, or from elsewhere."""
+
+
+class WrongScale(Refusal):
+    """The private loss was multiplied before its backward pass."""
+
+
+class UnhookedParameter(Refusal):
+    """A trainable parameter that no optimizer of the training updates, or one that an optimizer updates and no module holds."""
+
+
+class BadLedger(Refusal):
+    """A ledger or checkpoint that belongs to another plan, is in use, or cannot be read."""
+
+
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Refusal):
         _class.__module__ = "clipwise"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .structure import every_tensor
+from .structure import every_tensor, map_values
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+ROOM = 64  # calls that a block without an end may note before it looks which of them are still needed
 
 
 def _autocast_dtypes() -> dict[str, torch.dtype]:
@@ -37,6 +43,14 @@ class ProgramCall:
             yield
 
 
+@dataclass(frozen=True)
+class RootCall:
+    """A call of a captured module, and the graph nodes of the tensors that came out."""
+
+    call: ProgramCall
+    output_nodes: list[Any]
+
+
 def leading_to(calls: list[ProgramCall], targets: list[Tensor]) -> list[ProgramCall]:
     """The calls that the targets depend on, in order."""
     wanted = {id(target) for target in targets}
@@ -52,3 +66,44 @@ def loose_ends(calls: list[ProgramCall]) -> list[Tensor]:
     """Results that no later call takes in."""
     taken = {id(tensor) for call in calls for tensor in every_tensor([call.args, call.kwargs])}
     return [tensor for call in calls for tensor in every_tensor(call.result) if id(tensor) not in taken]
+
+
+def drop_dead(tape: Tape) -> None:
+    """Forget calls whose results nobody else holds: not the user, not the graph, not a later call.
+
+    Results are let go of first; from the last call to the first, a call stays if one of its results is still there.
+    """
+    nodes = {id(root.call): root.output_nodes for root in tape.root_calls}
+    entries = [(*_let_go(call), nodes.get(id(call))) for call in tape.program]
+    tape.program.clear()
+    tape.root_calls.clear()
+    alive: list[tuple[ProgramCall, list[Any] | None]] = []
+    while entries:
+        call, results, output_nodes = entries.pop()
+        if any(ref() is not None for ref in results):
+            alive.append((_take_back(call, results), output_nodes))
+    for call, output_nodes in reversed(alive):
+        tape.program.append(call)
+        if output_nodes is not None:
+            tape.root_calls.append(RootCall(call, output_nodes))
+
+
+def _let_go(call: ProgramCall) -> tuple[ProgramCall, list[Any]]:
+    """The call without its results, which may be among its arguments, and weak references to them."""
+    results = {id(tensor): weakref.ref(tensor) for tensor in every_tensor(call.result)}
+
+    def weaken(value: Any) -> Any:
+        return results.get(id(value), value)
+
+    if any(id(tensor) in results for tensor in every_tensor([call.args, call.kwargs])):
+        call = replace(call, args=map_values(call.args, weaken), kwargs={key: map_values(v, weaken) for key, v in call.kwargs.items()})
+    return replace(call, result=None), list(results.values())
+
+
+def _take_back(call: ProgramCall, results: list[Any]) -> ProgramCall:
+    def strengthen(value: Any) -> Any:
+        return value() if isinstance(value, weakref.ref) else value
+
+    args, kwargs = map_values(call.args, strengthen), {key: map_values(value, strengthen) for key, value in call.kwargs.items()}
+    found = [ref() for ref in results]
+    return replace(call, args=args, kwargs=kwargs, result=[torch.empty(0) if tensor is None else tensor for tensor in found])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from .clipping import Clipping
 from .collect import collect
+from .handout import handed_out
 from .methods import METHODS, Clipped
 from .numerics import accumulation_dtype
 from .tape import Tape
@@ -37,7 +38,7 @@ def per_example_norms(tape: Tape, losses: Tensor, *, by: str | None = None) -> T
 
 def clipped_gradients(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> dict[str, Tensor]:
     """{name: Σ_i clip(∂ℓ_i/∂θ)} for every parameter the losses depend on; float32 also for bf16 parameters. A sum, never a mean."""
-    return _clipped(tape, losses, clipping, method).sums
+    return clip(tape, losses, clipping, method).sums
 
 
 def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> Tensor:
@@ -46,14 +47,10 @@ def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str 
     Its value is Σ_i ν_i·ℓ_i over the examples whose gradient is finite (with several groups, ν_i is their mean). An
     example whose gradient is NaN or Inf contributes exactly zero; `tape.nonfinite` says which (private data).
     """
-    clipped = _clipped(tape, losses, clipping, method)
+    clipped = clip(tape, losses, clipping, method)
     with tape.pause():
-        parameters = tape.marks.trainable()
-        counted = torch.where(clipped.finite & losses.isfinite(), losses.detach(), 0.0)
-        value = (clipped.weights.to(losses.dtype) * counted).sum()
-        names = [name for name in clipped.sums if name in parameters]
-        sums = [clipped.sums[name].to(parameters[name].dtype) for name in names]
-    return _HandOut.apply(value, len(names), *sums, *(parameters[name] for name in names))
+        value = clipped.value(losses)
+    return handed_out(value, clipped.sums, tape.marks.trainable())
 
 
 def _check_tape(tape: Tape) -> None:
@@ -61,10 +58,15 @@ def _check_tape(tape: Tape) -> None:
         raise TypeError(f"the first argument is the tape of `with capture(model) as tape:`, got {type(tape).__name__}")
 
 
-def _clipped(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped:
-    _check_tape(tape)
+def check_method(method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
+def clip(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped:
+    """Everything a method gives back. The losses are used up."""
+    _check_tape(tape)
+    check_method(method)
     if not isinstance(clipping, Clipping):
         raise TypeError(f"clipping must be flat(C), per_layer(C), per_group({{pattern: C}}) or automatic(C), got {clipping!r}")
     clipping.groups(list(tape.marks.trainable()))  # a pattern that fits nothing is refused before any work
@@ -73,18 +75,3 @@ def _clipped(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Cli
         tape.nonfinite = ~clipped.finite
         tape.consume(losses)
     return clipped
-
-
-class _HandOut(torch.autograd.Function):
-    """A scalar that depends on the parameters, with gradients known beforehand."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *sums_and_parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*sums_and_parameters[:count])
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        sums = ctx.saved_tensors
-        return None, None, *[None] * len(sums), *(grad.to(total.device, total.dtype) * total for total in sums)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from .errors import ConsumedTape, Refusal, UncoveredUse
 from .experience import Experience
 from .kept import remember_examples
 from .marks import EXAMPLE, Marks
+from .modes import lowest
 from .moving import Moves
-from .program import ProgramCall
+from .program import ProgramCall, RootCall
 from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
 from .watch import Watch
@@ -27,14 +28,6 @@ Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
 
 
 _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class RootCall:
-    """A call of a captured module, and the graph nodes of the tensors that came out."""
-
-    call: ProgramCall
-    output_nodes: list[Any]
 
 
 class Tape:
@@ -65,6 +58,7 @@ class Tape:
         self.refusals: list[tuple[list[str], Refusal]] | None = None  # for `check`: what would be refused, with the parameters
         self.root_calls: list[RootCall] = []
         self.program: list[ProgramCall] = []  # what happened outside the captured modules
+        self.room = math.inf  # so many calls are noted before those that nobody needs are looked for
         self.depth = 0  # captured modules that are running
         self.nonfinite: Tensor | None = None  # examples of the last losses whose gradient was not finite: private data
         self._entered = 0
@@ -75,8 +69,11 @@ class Tape:
         self._consumed: dict[int, weakref.ref[Tensor]] = {}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """The tape is on inside this block, on this thread and on the threads autograd starts from it."""
+    def watching(self, *, low: bool = False) -> Iterator[None]:
+        """The tape is on inside this block, on this thread and on the threads autograd starts from it.
+
+        `low` puts it under other modes, which may then come and go without regard to this block.
+        """
         self._entered += 1
         outermost, was_paused = self._entered == 1, self.paused
         self.paused = False
@@ -84,7 +81,7 @@ class Tape:
             if outermost:
                 if "torch._dynamo" in sys.modules:
                     self.silence_compiler()
-                with Watch(self):
+                with lowest(Watch(self)) if low else Watch(self):
                     yield
             else:
                 yield
@@ -175,8 +172,27 @@ class Tape:
         if consumed is not None and consumed() is losses:
             raise ConsumedTape("these losses were already turned into a gradient.", _RUN_AGAIN)
 
+    def finish(self) -> None:
+        """The block is over: what was kept in modules belongs to it."""
+        self.marks.remember_constants()
+        remember_examples(self.modules, lambda tensor: self.marks.kind(tensor) == EXAMPLE)
+
 
 _RUN_AGAIN = "Run the model again inside capture() and use the new losses; per_example_norms may come before clipped_loss, not after."
+
+
+def as_modules(model: nn.Module | Sequence[nn.Module], caller: str) -> list[nn.Module]:
+    """One module or several, all of them Python."""
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError(f"{caller}() takes a module or a list of modules, got {model!r}")
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UncoveredUse(
+                f"{type(module).__name__} is a TorchScript module: its torch calls run where no tape can see them.",
+                "Capture the Python module it was made from.",
+            )
+    return modules
 
 
 @contextlib.contextmanager
@@ -190,33 +206,25 @@ def capture(model: nn.Module | Sequence[nn.Module], *, fallback: bool = False) -
             losses = F.cross_entropy(model(x), y, reduction="none")
         clipwise.clipped_loss(tape, losses, clipwise.flat(1.0)).backward()
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError(f"capture() takes a module or a list of modules, got {model!r}")
-    for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UncoveredUse(
-                f"{type(module).__name__} is a TorchScript module: its torch calls run where no tape can see them.",
-                "Capture the Python module it was made from.",
-            )
+    modules = as_modules(model, "capture")
     tape = Tape(modules, fallback=fallback)
-    hooks = [hook for module in modules for hook in _hooks(tape, module)]
+    hooks = [hook for module in modules for hook in root_hooks(module, lambda: tape)]
     try:
         with tape.watching():
             yield tape
     finally:
         for hook in hooks:
             hook.remove()
-        tape.marks.remember_constants()
-        remember_examples(modules, lambda tensor: tape.marks.kind(tensor) == EXAMPLE)
+        tape.finish()
 
 
-def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
-    """Note what a captured module is called with, what it returns, and which nodes that hangs on."""
+def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Callable[[Any], Any] = lambda hook: hook) -> list[Any]:
+    """Note on the running tape what a captured module is called with, what it returns, and which nodes that hangs on."""
     entered: list[tuple[Any, Any]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not tape.paused:
+        tape = running()
+        if tape is not None and not tape.paused:
             tape.depth += 1
             entered.append((args, kwargs))
             with tape.pause():
@@ -224,7 +232,8 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
                 tape.fixed.update({id(tensor): tensor for tensor in row_numbers([args, kwargs])})
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if tape.paused:
+        tape = running()
+        if tape is None or tape.paused or not entered:
             return
         tape.depth -= 1
         args, kwargs = entered.pop()
@@ -237,6 +246,6 @@ def _hooks(tape: Tape, module: nn.Module) -> list[Any]:
                 tape.root_calls.append(RootCall(call, nodes))
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(wrap(before), with_kwargs=True),
+        module.register_forward_hook(wrap(after), with_kwargs=True, always_call=True),
     ]

@@ -16,7 +16,7 @@ from .errors import Refusal, UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
-from .program import ProgramCall
+from .program import ROOM, ProgramCall, drop_dead
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
@@ -133,9 +133,13 @@ class Watch(TorchFunctionMode):
 
     def note(self, func: Any, trait: Trait, args: Any, kwargs: Any, result: Any, *, from_nothing: bool = False) -> None:
         """Outside the captured modules every call is part of the way to the losses."""
-        if not self.tape.depth:
+        tape = self.tape
+        if not tape.depth:
             written = _written(trait, args, kwargs)
-            self.tape.program.append(ProgramCall(func, args, kwargs, result if written is None else written, from_nothing))
+            tape.program.append(ProgramCall(func, args, kwargs, result if written is None else written, from_nothing))
+            if len(tape.program) > tape.room:
+                drop_dead(tape)
+                tape.room = ROOM + 2 * len(tape.program)
 
     def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         result = func(*args, **kwargs)

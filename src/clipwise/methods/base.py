@@ -21,6 +21,11 @@ class Clipped:
     weights: Tensor  # (B,), the mean over groups where there are several
     finite: Tensor  # (B,)
 
+    def value(self, losses: Tensor) -> Tensor:
+        """Σ ν_i·ℓ_i over the examples whose gradient is finite."""
+        counted = torch.where(self.finite & losses.isfinite(), losses.detach(), 0.0)
+        return (self.weights.to(losses.dtype) * counted).sum()
+
 
 Method = Callable[[Tape, Tensor, Clipping], Clipped]
 

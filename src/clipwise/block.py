@@ -1,0 +1,89 @@
+"""A capture block without a `with`: opened by the first call of a module, closed when the losses are handed over.
+
+Between the two the tape is on, as inside `capture`, so that the loss function is watched too. A forward pass whose losses never
+come (an evaluation with gradients enabled) leaves the block open; what nobody holds any more is forgotten before the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .program import ROOM, drop_dead
+from .tape import Tape, root_hooks
+
+
+class Block:
+    """Opens and closes tapes for modules that are called by themselves."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, fallback: bool):
+        self.modules = list(modules)
+        self._fallback = fallback
+        self._tape: Tape | None = None
+        self._entered = contextlib.ExitStack()
+        self._looked_at = 0  # root calls that survived the last look
+        hooks = []
+        for root in self.modules:
+            for module in root.modules():
+                hooks.append(module.register_forward_pre_hook(_Opening(self), prepend=True))
+            hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
+        self._hooks = hooks
+
+    def open(self, is_root: bool) -> None:
+        """A module is about to run."""
+        if not torch.is_grad_enabled():
+            return
+        if self._tape is not None and not self._tape.depth and is_root:
+            self._forget_what_is_dead(self._tape)
+        if self._tape is None:
+            self._tape = Tape(self.modules, fallback=self._fallback)
+            self._tape.room = ROOM
+            self._entered.enter_context(self._tape.watching(low=True))
+
+    def _forget_what_is_dead(self, tape: Tape) -> None:
+        """Calls whose results nobody holds; the whole block, where nothing is left. Amortised over many calls of one block."""
+        if len(tape.root_calls) <= 2 * self._looked_at:
+            return
+        drop_dead(tape)
+        self._looked_at = len(tape.root_calls)
+        if not tape.root_calls and not tape.program:
+            self.close()
+
+    def close(self) -> Tape | None:
+        """The tape of everything since the block was opened, if it was."""
+        tape, self._tape = self._tape, None
+        self._looked_at = 0
+        self._entered.close()
+        if tape is not None:
+            tape.finish()
+        return tape
+
+    def remove(self) -> None:
+        """Leave no trace on the modules."""
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class _Hook:
+    """A hook that copies and pickles of the module do not take along: in them it is a function of the standard library that does nothing."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _Opening(_Hook):
+    def __init__(self, block: Block):
+        roots = {id(module) for module in block.modules}
+        super().__init__(lambda module, args: block.open(id(module) in roots))

@@ -1,0 +1,129 @@
+"""How many steps were released, counted before each of them, so that no crash makes the count too small.
+
+In a file the count is written before the noise is drawn. The file survives the death of the process at any point; if the machine
+itself loses power, steps since the last flush (at most a second) may be missing from it, together with the memory that held
+their results; a checkpoint carries its own count, and the larger of the two holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BadLedger
+from .files import write_whole
+from .plan import PrivacyPlan
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None  # type: ignore[assignment]
+
+_FORMAT = 1
+_FLUSH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a ledger file says."""
+
+    plan: PrivacyPlan
+    spent: int
+    facts: dict[str, Any]  # how the training was set up: who drew the batches, which noise, versions
+
+
+class Ledger:
+    """Counts the released steps of a plan, in memory and, given a path, in a file that later runs go on with."""
+
+    def __init__(self, plan: PrivacyPlan, path: str | Path | None = None, facts: dict[str, Any] | None = None):
+        self.plan = plan
+        self.spent = 0
+        self.facts = facts or {}
+        self.path = Path(path) if path is not None else None
+        self._file: int | None = None
+        self._place = 0
+        self._flushed = 0.0
+        if self.path is not None:
+            self._open(self.path)
+
+    def _open(self, path: Path) -> None:
+        if path.exists():
+            before = read(path)
+            check_same_plan(before.plan, self.plan, str(path))
+            self.spent = before.spent
+            voided = before.facts.get("noise") == "reproducible" or self.facts.get("noise") == "reproducible"
+            caller = "caller" in (before.facts.get("batches"), self.facts.get("batches"))
+            self.facts = {**self.facts, "started": before.facts.get("started", self.facts.get("started"))}
+            self.facts |= {"noise": "reproducible"} if voided and before.spent else {}
+            self.facts |= {"batches": "caller"} if caller and before.spent else {}
+            self._lock(path)  # nobody else may be counting in it
+            self.close()
+        elif not path.parent.is_dir():
+            raise BadLedger(f"there is no folder {path.parent} for the ledger.", "Create it first.")
+        header = json.dumps({"clipwise_ledger": _FORMAT, "plan": self.plan.to_dict(), "facts": self.facts}, ensure_ascii=False) + "\n"
+        write_whole(path, header + _line(self.spent))
+        self._lock(path)
+        self._place = len(header.encode("utf-8"))
+
+    def _lock(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR)
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self.close()
+                raise BadLedger(f"{path} is in use by another training.", "Two runs need two ledgers, or one after the other.") from None
+
+    def count(self, at_least: int | None = None) -> None:
+        """One more step is about to be released; or, for a step that may be repeated exactly, the count is at least this."""
+        spent = self.spent + 1 if at_least is None else max(self.spent, at_least)
+        self.raise_to(spent)
+
+    def raise_to(self, spent: int) -> None:
+        if self._file is not None:
+            os.pwrite(self._file, _line(spent).encode(), self._place)
+            now = time.monotonic()
+            if now - self._flushed > _FLUSH_SECONDS:
+                os.fsync(self._file)
+                self._flushed = now
+        self.spent = spent
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _line(spent: int) -> str:
+    return f"spent {spent:012d}\n"
+
+
+def read(path: str | Path) -> Record:
+    """What a ledger file says, without touching it."""
+    repair = "Give the file that PrivateTraining(…, ledger=path) or `clipwise train` wrote."
+    try:
+        header, count = Path(path).read_text(encoding="utf-8").splitlines()
+        values = json.loads(header)
+        word, number = count.split()
+        if values.get("clipwise_ledger") != _FORMAT or word != "spent":
+            raise ValueError("another format")
+        return Record(PrivacyPlan.from_dict(values["plan"]), int(number), values["facts"])
+    except FileNotFoundError:
+        raise BadLedger(f"there is no ledger {path}.", repair) from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BadLedger(f"{path} is not a ledger, or is damaged ({error}).", repair) from None
+
+
+def check_same_plan(before: PrivacyPlan, now: PrivacyPlan, where: str) -> None:
+    """A count of steps means something only together with the plan they were taken under."""
+    old, new = before.to_dict(), now.to_dict()
+    changed = [f"{name} was {old[name]} and is {new[name]}" for name in new if old[name] != new[name]]
+    if changed:
+        raise BadLedger(
+            f"{where} belongs to another plan: {'; '.join(changed)}.",
+            "Go on with the plan it was begun with, or begin a new ledger and add the two up with clipwise.compose.",
+        )

@@ -1,0 +1,53 @@
+"""From clipped sums to what a step releases: (Σ clip(g_i) + N(0, σ²)) / B̄, one draw of noise for every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .randomness import Randomness
+
+_CHUNK = 2**24  # numbers that are drawn at once: few kernels for many small parameters, little memory for large ones
+
+
+def noised(
+    sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float, divisor: float,
+    randomness: Randomness, purpose: str, step: int,
+) -> list[Tensor]:  # fmt: skip
+    """For each parameter (sum + deviation·N(0, I)) / divisor, added in float64 and rounded once to the parameter's type.
+
+    A parameter without a sum gets noise alone. No two parameters, steps or purposes share a number.
+    """
+    found: list[Tensor] = list(parameters)
+    with torch.no_grad():
+        for number, places in enumerate(_chunks(parameters)):
+            device = parameters[places[0]].device
+            sizes = [parameters[place].numel() for place in places]
+            normals = randomness.gaussians(sum(sizes), f"{purpose} {number}", step, device).mul_(deviation)
+            for place, noise in zip(places, normals.split(sizes)):
+                parameter, total = parameters[place], sums[place]
+                noise = noise.view(parameter.shape)
+                if total is not None:
+                    noise.add_(total)
+                found[place] = noise.div_(divisor).to(parameter.dtype)
+    return found
+
+
+def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of parameters on one device, together at most a chunk long, each at least one parameter."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        by_device.setdefault(parameter.device, []).append(place)
+    for places in by_device.values():
+        chunk: list[int] = []
+        length = 0
+        for place in places:
+            if chunk and length + parameters[place].numel() > _CHUNK:
+                yield chunk
+                chunk, length = [], 0
+            chunk.append(place)
+            length += parameters[place].numel()
+        if chunk:
+            yield chunk

@@ -1,0 +1,162 @@
+"""The optimizers of a private training: hooks before their steps, what must hold then, and the noised gradients they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adaptive import Adaptive
+from .clipping import Clipping
+from .errors import NothingClipped, UnhookedParameter, WrongScale
+from .noise import noised
+from .pending import Pending
+from .plan import PrivacyPlan
+from .randomness import Randomness
+from .witness import Witness
+
+_SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
+
+BeforeStep = Callable[[int, torch.optim.Optimizer], None]
+
+
+class Updates:
+    """Every optimizer's step goes through here. p.grad is replaced by the release; nothing of the optimizer is patched."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], plan: PrivacyPlan,
+        randomness: Randomness, scaler: Any, accumulation_steps: int, before_step: BeforeStep,
+    ):  # fmt: skip
+        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not self.optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers):
+            raise TypeError(f"the second argument is a torch optimizer or a list of them, got {optimizer!r}")
+        if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {accumulation_steps!r}")
+        self._modules = modules
+        self._plan = plan
+        self._randomness = randomness
+        self._scaler = scaler
+        self._accumulation_steps = accumulation_steps
+        self._witness = Witness(self.name_of)
+        self._scales: list[Tensor] = []  # gradients with which private losses were back-propagated, not yet looked at
+        self.check_coverage()
+        self._handles = [one.register_step_pre_hook(_hook(number, before_step)) for number, one in enumerate(self.optimizers)]
+
+    def parameters(self) -> list[Tensor]:
+        """Every trainable parameter, once."""
+        found = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
+        return list(found.values())
+
+    def names(self) -> list[str]:
+        return [self.name_of(parameter) for parameter in self.parameters()]
+
+    def name_of(self, parameter: Tensor) -> str:
+        several = len(self._modules) > 1
+        for number, module in enumerate(self._modules):
+            for name, candidate in module.named_parameters():
+                if candidate is parameter:
+                    return f"{number}.{name}" if several else name
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def check_coverage(self) -> None:
+        """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else."""
+        tracked = {id(parameter) for parameter in self.parameters()}
+        seen: set[int] = set()
+        for optimizer in self.optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+                if id(parameter) not in tracked:
+                    raise UnhookedParameter(
+                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that belongs to none of the modules.",
+                        "Its gradient would not be private: PrivateTraining([model, criterion], …), or give it an optimizer of its own.",
+                    )
+                if id(parameter) in seen:
+                    raise UnhookedParameter(
+                        f"two optimizers update {self.name_of(parameter)}.", "It would be released twice: give it to one."
+                    )
+                seen.add(id(parameter))
+        for parameter in self.parameters():
+            if id(parameter) not in seen:
+                raise UnhookedParameter(
+                    f"no optimizer of this training updates {self.name_of(parameter)}.",
+                    "Add it to an optimizer (add_param_group), pass that optimizer too, or freeze it: requires_grad_(False).",
+                )
+
+    def about_to_add(self, sums: Mapping[int, Tensor], grad: Tensor) -> None:
+        """A private loss is back-propagated with this gradient."""
+        self._witness.about_to_add(parameter for parameter in self.parameters() if id(parameter) in sums)
+        self._scales.append(grad.detach())
+        if grad.device.type == "cpu":
+            self._check_scales()
+
+    def _check_scales(self) -> None:
+        """The factor must be one, 1/k as declared, or either times the scaler's scale. (On a GPU this waits for the backward pass.)"""
+        factors = torch.stack([scale.float() for scale in self._scales]).tolist() if self._scales else []
+        self._scales.clear()
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        allowed = {scale, scale / self._accumulation_steps}
+        for factor in factors:
+            if not any(abs(factor - right) <= _SCALE_TOLERANCE * right for right in allowed):
+                raise WrongScale(
+                    f"the private loss was multiplied by {factor:g} before backward().",
+                    "The sum of clipped gradients may not be scaled. PrivateTraining(…, accumulation_steps=k) declares a division by k, "
+                    "PrivateTraining(…, scaler=scaler) a gradient scaler; a weight for each example belongs into its loss.",
+                )
+
+    def check(self) -> None:
+        """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
+        self.check_coverage()
+        self._witness.check(self.parameters(), unscaled=self._scaler is not None)
+        self._check_scales()
+
+    def release(
+        self, number: int, optimizer: torch.optim.Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
+    ) -> None:  # fmt: skip
+        """Put (Σ clip(g_i) + noise)/B̄ into p.grad of everything this optimizer updates, whether or not the losses reached it."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        deviation = self._plan.clipping.noise_of_sums(self._plan.noise_multiplier) * sensitivity
+        found = noised(
+            [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self._plan.batch_size,
+            randomness=self._randomness, purpose=f"noise {number}", step=step,
+        )  # fmt: skip
+        for parameter, grad in zip(parameters, found):
+            penalty = penalties.get(id(parameter))
+            parameter.grad = grad if penalty is None else grad + penalty
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    parameter.grad = None
+            if "noise_variance" in group:
+                group["noise_variance"] = (deviation / self._plan.batch_size) ** 2
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer would divide by the scale inside its kernel
+            optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def moved_bound(self, clipping: Adaptive, bound: float, pending: Pending, step: int) -> Clipping:
+        """The clipping of the next step, from the noised count of examples that lay within the bound."""
+        noise = float(self._randomness.gaussians(1, "count", step, torch.device("cpu")))
+        centred = sum(handed.centred_count() for handed in pending.handed if handed.counts)
+        noised_count = centred + clipping.noise_of_count(self._plan.noise_multiplier) * noise
+        return clipping.at(clipping.moved(bound, noised_count / self._plan.batch_size + 0.5))
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._witness.forget()
+        self._scales.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _hook(number: int, before_step: BeforeStep) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(callable(value) and value is not optimizer for value in (*args, *kwargs.values())):
+            raise NothingClipped(
+                "step() was given a closure: what it computes would be neither clipped nor counted.",
+                "Compute losses and backward() before step(); optimizers that need closures (LBFGS) cannot train privately.",
+            )
+        before_step(number, optimizer)
+
+    return hook

@@ -1,0 +1,98 @@
+"""Whether p.grad is what the private loss left there. What a step releases is made from the clipped sums themselves, never from
+p.grad; but a gradient that came from elsewhere, or was changed, is a misunderstanding that must not pass in silence.
+
+No values are compared where the state of the tensor tells: after n backward passes of ours p.grad is the tensor it was, written
+to n times. A tensor that was there before must have been zero; that alone is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import ForeignGradient
+
+_ZERO_GRAD = "Call optimizer.zero_grad() after every step."
+_ONLY_PRIVATE = (
+    "Send every loss of examples through private.loss; a penalty on the weights alone goes through private.regularizer(function); "
+    "clipping is the plan's business, clip_grad_norm_ has no place here."
+)
+
+
+@dataclass
+class _Seen:
+    before: Tensor | None  # p.grad when our first gradient was about to come
+    version: int
+    ours: int = 0  # backward passes of ours that added to it
+
+
+class Witness:
+    """Follows p.grad of every parameter from one step to the next."""
+
+    def __init__(self, name_of: Callable[[Tensor], str]):
+        self._name_of = name_of
+        self._seen: dict[int, _Seen] = {}
+        self._must_be_zero: list[tuple[Tensor, Tensor]] = []  # parameter, largest entry of the gradient it had before
+
+    def about_to_add(self, parameters: Iterable[Tensor]) -> None:
+        """A backward pass of ours is about to add to these gradients."""
+        for parameter in parameters:
+            seen = self._seen.get(id(parameter))
+            if seen is None:
+                seen = self._seen[id(parameter)] = self._first_sight(parameter)
+            elif not self._is_as_left(parameter, seen, extra=0):
+                raise self._refusal(parameter)
+            seen.ours += 1
+
+    def _first_sight(self, parameter: Tensor) -> _Seen:
+        grad = parameter.grad
+        if grad is not None and grad.numel():
+            largest = grad.coalesce().values() if grad.is_sparse else grad
+            self._must_be_zero.append((parameter, largest.detach().abs().amax()))
+        return _Seen(grad, grad._version if grad is not None else 0)
+
+    def _is_as_left(self, parameter: Tensor, seen: _Seen, extra: int) -> bool:
+        """Whether p.grad is what it was plus our additions. `extra`: further writes that are allowed (a scaler's unscaling)."""
+        grad = parameter.grad
+        if seen.ours == 0:
+            return grad is seen.before and (grad is None or grad._version == seen.version)
+        if grad is None or (seen.before is not None and grad is not seen.before):
+            return False
+        expected = seen.ours - 1 if seen.before is None else seen.version + seen.ours
+        return expected <= grad._version <= expected + extra
+
+    def check(self, parameters: Iterable[Tensor], *, unscaled: bool) -> None:
+        """Refuse if anything but our backward passes has touched these gradients since the last step."""
+        for parameter in parameters:
+            seen = self._seen.get(id(parameter))
+            if seen is None:
+                self._seen[id(parameter)] = self._first_sight(parameter)
+            elif not self._is_as_left(parameter, seen, extra=int(unscaled)):
+                raise self._refusal(parameter)
+        if self._must_be_zero:
+            found = torch.stack([largest.to("cpu", torch.float64, non_blocking=True) for _, largest in self._must_be_zero])
+            for (parameter, _), value in zip(self._must_be_zero, found.tolist()):
+                if value != 0:
+                    raise ForeignGradient(
+                        f"{self._name_of(parameter)}.grad was not zero before the private loss added to it.",
+                        f"{_ZERO_GRAD} {_ONLY_PRIVATE}",
+                    )
+
+    def _refusal(self, parameter: Tensor) -> ForeignGradient:
+        name = self._name_of(parameter)
+        if parameter.grad is None:
+            return ForeignGradient(
+                f"{name}.grad was cleared between backward() and step().", "Call zero_grad() after step(), not before it."
+            )
+        return ForeignGradient(
+            f"{name}.grad was changed by something other than the backward pass of the private loss (another loss, clip_grad_norm_, a hook).",
+            _ONLY_PRIVATE,
+        )
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._seen.clear()
+        self._must_be_zero.clear()
