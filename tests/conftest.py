@@ -27,3 +27,11 @@ def registry():
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _trainings_end():
+    yield
+    from training_helpers import close_all
+
+    close_all()

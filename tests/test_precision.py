@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from clipwise.testing import loop_gradients
-from helpers import ALL_METHODS, Net
+from clipwise.testing import loop_gradients, squared_output
+from helpers import ALL_METHODS, Net, examples
 
 
 def network():
@@ -113,3 +113,19 @@ def test_a_gradient_scaler_sees_an_ordinary_loss():
             optimizer.step()
     for a, b in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_autocast_around_the_release_changes_nothing(method):
+    """The products of norms and sums are ours: under the user's autocast they would be rounded to bf16."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = examples(7, 6, dtype=torch.float32)
+    found = []
+    for around in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16), cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+            found.append((cw.per_example_norms(tape, losses), cw.clipped_gradients(tape, losses, cw.flat(0.5), method=method)))
+    (norms, sums), (norms_inside, sums_inside) = found
+    assert torch.equal(norms, norms_inside)
+    assert all(torch.equal(sums[name], sums_inside[name]) for name in sums)

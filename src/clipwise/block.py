@@ -7,13 +7,13 @@ come (an evaluation with gradients enabled) leaves the block open; what nobody h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .program import ROOM, drop_dead
+from .program import ROOM
 from .tape import Tape, root_hooks
 
 
@@ -26,6 +26,7 @@ class Block:
         self._tape: Tape | None = None
         self._entered = contextlib.ExitStack()
         self._looked_at = 0  # root calls that survived the last look
+        self._asleep = False
         hooks = []
         for root in self.modules:
             for module in root.modules():
@@ -35,23 +36,28 @@ class Block:
 
     def open(self, is_root: bool) -> None:
         """A module is about to run."""
-        if not torch.is_grad_enabled():
+        if self._asleep or not torch.is_grad_enabled():
             return
-        if self._tape is not None and not self._tape.depth and is_root:
-            self._forget_what_is_dead(self._tape)
+        tape = self._tape
+        if tape is not None and is_root and not tape.depth and len(tape.root_calls) > 2 * self._looked_at:
+            tape.tidy()  # amortised over many calls of one block
+            self._looked_at = len(tape.root_calls)
+        if tape is not None and tape.is_abandoned:
+            self.close()
         if self._tape is None:
             self._tape = Tape(self.modules, fallback=self._fallback)
             self._tape.room = ROOM
+            self._tape.marks.lenient = True
             self._entered.enter_context(self._tape.watching(low=True))
 
-    def _forget_what_is_dead(self, tape: Tape) -> None:
-        """Calls whose results nobody holds; the whole block, where nothing is left. Amortised over many calls of one block."""
-        if len(tape.root_calls) <= 2 * self._looked_at:
-            return
-        drop_dead(tape)
-        self._looked_at = len(tape.root_calls)
-        if not tape.root_calls and not tape.program:
-            self.close()
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Modules that run now are run by us, or computed again for a backward pass of ours: they open nothing."""
+        self._asleep = True
+        try:
+            yield
+        finally:
+            self._asleep = False
 
     def close(self) -> Tape | None:
         """The tape of everything since the block was opened, if it was."""

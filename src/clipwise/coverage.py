@@ -6,6 +6,7 @@ scripted or compiled region, a parameter changed behind the tape's back: each le
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -33,17 +34,22 @@ def fingerprint(losses: Tensor) -> int:
     return hash(tuple(names))
 
 
-def refuse_reentrant_checkpoints(losses: Tensor) -> None:
-    """They run the forward pass inside the backward pass, where neither a tape nor autograd.grad can follow."""
+def graph_nodes(losses: Tensor) -> Iterator[Any]:
+    """Every autograd node behind the losses."""
     queue, seen = [losses.grad_fn], {losses.grad_fn}
     while queue:
         node: Any = queue.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise reentrant_checkpoint()
+        yield node
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 queue.append(parent)
+
+
+def refuse_reentrant_checkpoints(losses: Tensor) -> None:
+    """They run the forward pass inside the backward pass, where neither a tape nor autograd.grad can follow."""
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(losses)):
+        raise reentrant_checkpoint()
 
 
 def check_coverage(losses: Tensor, marks: Marks) -> set[Any]:

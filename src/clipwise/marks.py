@@ -49,6 +49,8 @@ class Marks:
         self._state_storages: dict[int, str] = {}
         self._entries: WeakTable[Derived | int] = WeakTable()
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
+        self.lenient = False  # what is not ours is nobody's business until the losses depend on it
+        self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.has_stale = False  # some module keeps examples of an earlier batch
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
@@ -105,6 +107,10 @@ class Marks:
             return None
         return self.names.get(id(value)) or self._state_storages.get(value.untyped_storage().data_ptr())
 
+    def is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a parameter or buffer of the captured modules is among the arguments of a torch call."""
+        return any(id(tensor) in self._state or self.derived(tensor) is not None for tensor in tensors_in([args, kwargs]))
+
     def names_of(self, weights: Iterable[Tensor]) -> list[str]:
         """The trainable parameters that these weights are, or are made of."""
         roots = {key for weight in weights for key in self.roots(weight)}
@@ -130,10 +136,9 @@ class Marks:
             return CONSTANT
         if tensor.requires_grad:
             if type(tensor) is nn.Parameter and torch.is_grad_enabled():
-                raise UncoveredUse(
-                    f"a trainable parameter of shape {tuple(tensor.shape)} is used that belongs to none of the captured modules.",
-                    "Capture its module too, capture([model, criterion]), freeze it, or run that part under torch.no_grad().",
-                )
+                if not self.lenient:
+                    raise foreign_parameter(tensor)
+                self.foreign.add(id(tensor))
             return EXAMPLE
         return self._kind_from_outside(tensor)
 
@@ -259,6 +264,13 @@ class Marks:
             path, module = self.owners[key]
             return f" (in {path or 'the model itself'}, {with_article(type(module).__name__)})"
         return ""
+
+
+def foreign_parameter(parameter: Tensor) -> UncoveredUse:
+    return UncoveredUse(
+        f"a trainable parameter of shape {tuple(parameter.shape)} is used that belongs to none of the captured modules.",
+        "Capture its module too, [model, criterion], freeze it, or run that part under torch.no_grad().",
+    )
 
 
 def _holds_integers(tensor: Tensor) -> bool:

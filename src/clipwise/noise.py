@@ -31,7 +31,7 @@ def noised(
                 noise = noise.view(parameter.shape)
                 if total is not None:
                     noise.add_(total)
-                found[place] = noise.div_(divisor).to(parameter.dtype)
+                found[place] = noise.div_(divisor).to(parameter.dtype, copy=True)  # no view: each has its own version counter
     return found
 
 

@@ -1,5 +1,8 @@
 """Small numerical pieces that every factor shares: which precision to add in, and norms that neither overflow nor vanish."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,16 @@ _SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the gap between 1 and the next number: the largest relative error of one rounding to nearest."""
     return _UNIT_ROUNDOFF[dtype]
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Our own products run in the precision of their inputs, also where the user's code around them runs under autocast."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

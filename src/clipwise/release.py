@@ -11,7 +11,7 @@ from .clipping import Clipping
 from .collect import collect
 from .handout import handed_out
 from .methods import METHODS, Clipped
-from .numerics import accumulation_dtype
+from .numerics import accumulation_dtype, without_autocast
 from .tape import Tape
 
 
@@ -28,7 +28,7 @@ def per_example_norms(tape: Tape, losses: Tensor, *, by: str | None = None) -> T
     _check_tape(tape)
     if by not in (None, "parameter"):
         raise ValueError(f'by must be None or "parameter", got {by!r}')
-    with tape.pause():
+    with tape.pause(), without_autocast():
         squares = collect(tape, losses, keep_graph=True).squared_norms()
         dtype = accumulation_dtype(losses.dtype)
         if by == "parameter":
@@ -70,7 +70,7 @@ def clip(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped
     if not isinstance(clipping, Clipping):
         raise TypeError(f"clipping must be flat(C), per_layer(C), per_group({{pattern: C}}) or automatic(C), got {clipping!r}")
     clipping.groups(list(tape.marks.trainable()))  # a pattern that fits nothing is refused before any work
-    with tape.pause():
+    with tape.pause(), without_autocast():
         clipped = METHODS[method](tape, losses, clipping)
         tape.nonfinite = ~clipped.finite
         tape.consume(losses)

@@ -19,7 +19,7 @@ from .kept import remember_examples
 from .marks import EXAMPLE, Marks
 from .modes import lowest
 from .moving import Moves
-from .program import ProgramCall, RootCall
+from .program import ROOM, ProgramCall, RootCall, drop_dead
 from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
 from .watch import Watch
@@ -59,6 +59,7 @@ class Tape:
         self.root_calls: list[RootCall] = []
         self.program: list[ProgramCall] = []  # what happened outside the captured modules
         self.room = math.inf  # so many calls are noted before those that nobody needs are looked for
+        self.is_abandoned = False
         self.depth = 0  # captured modules that are running
         self.nonfinite: Tensor | None = None  # examples of the last losses whose gradient was not finite: private data
         self._entered = 0
@@ -171,6 +172,13 @@ class Tape:
         consumed = self._consumed.get(id(losses))
         if consumed is not None and consumed() is losses:
             raise ConsumedTape("these losses were already turned into a gradient.", _RUN_AGAIN)
+
+    def tidy(self) -> None:
+        """Forget calls that nobody needs any more. Where none is left, the block was abandoned: the tape looks away from now on."""
+        drop_dead(self)
+        self.room = ROOM + 2 * len(self.program)
+        if not self.program and not self.root_calls and not self.depth:
+            self.paused = self.is_abandoned = True
 
     def finish(self) -> None:
         """The block is over: what was kept in modules belongs to it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from .block import Block
 from .budget import Budget
 from .clipping import Clipping
 from .collect import check_losses
+from .deferred import check_deferred
 from .errors import BadLedger, BudgetSpent, LossIndependent, NothingClipped, WrongDraw
 from .footprints import check_new_rows, footprints
 from .handout import handed_out
@@ -32,6 +35,23 @@ from .sampling import Sampler
 from .structure import every_tensor
 from .tape import Tape, as_modules
 from .updates import Updates
+
+
+_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
+
+
+def _supersede(modules: Sequence[nn.Module]) -> None:
+    """A module belongs to one training at a time; a notebook's cell that is run again closes what it made before."""
+    for module in (m for root in modules for m in root.modules()):
+        earlier = _trainings[module]() if module in _trainings else None
+        if earlier is not None and not earlier._closed:
+            earlier.close()
+            if earlier.ledger.spent:
+                warnings.warn(
+                    f"an earlier PrivateTraining of this model was closed; the {earlier.ledger.spent} steps it took are not counted in the new one "
+                    "(clipwise.compose adds them up)",
+                    stacklevel=3,
+                )
 
 
 class PrivateTraining:
@@ -75,6 +95,7 @@ class PrivateTraining:
         self.clipping: Clipping = plan.clipping
         self._modules = as_modules(model, "PrivateTraining")
         self._randomness = named(noise)
+        _supersede(self._modules)
         self._regularizers = Regularizers(self._modules)
         self._updates = Updates(self._modules, optimizer, plan, self._randomness, scaler, accumulation_steps, self._before_step)
         plan.clipping.groups(self._updates.names())  # a pattern that fits nothing is refused at once
@@ -83,6 +104,8 @@ class PrivateTraining:
         self._draws = Draws(plan, Sampler(plan, self._randomness), lambda: self.position, lambda: plan.steps - self._counted())
         self._pending = Pending()
         self._block = Block(self._modules, fallback=fallback)
+        self._closed = False
+        _trainings.update(dict.fromkeys((m for root in self._modules for m in root.modules()), weakref.ref(self)))
         if self.ledger.spent:
             self._align_with_a_pass()
 
@@ -99,6 +122,8 @@ class PrivateTraining:
 
         Its value is Σ ν_i·ℓ_i, ν_i what each example was scaled by: private data, good for nothing but backward().
         """
+        if self._closed:
+            raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
         tape = self._block.close()
         if tape is None:
             raise LossIndependent(
@@ -107,6 +132,7 @@ class PrivateTraining:
             )
         self._check_budget()
         check_losses(tape, losses)
+        check_deferred(tape, losses)
         if self._pending.stepped:
             raise NothingClipped(
                 "another optimizer of this training has not stepped for the last draw.",
@@ -117,7 +143,8 @@ class PrivateTraining:
         rows = footprints(inputs, len(losses))
         check_new_rows(rows, self._pending.rows)
         counts = not self._is_placeholder()
-        clipped = clip(tape, losses, self.clipping, self.method) if counts else self._nothing(tape, losses)
+        with self._block.asleep():
+            clipped = clip(tape, losses, self.clipping, self.method) if counts else self._nothing(tape, losses)
         parameters = tape.marks.trainable()
         with tape.pause():
             value = clipped.value(losses)
@@ -268,6 +295,7 @@ class PrivateTraining:
 
     def close(self) -> None:
         """Take all hooks off the model and the optimizers; nothing is left on them."""
+        self._closed = True
         self._block.remove()
         self._updates.remove()
         self.ledger.close()

@@ -1,0 +1,366 @@
+"""Every way to get it wrong has a message that says what, where and the repair; and nothing is released or counted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training_helpers import data, losses_of, small, small_plan, steps, training
+
+import clipwise as cw
+
+
+@pytest.fixture
+def ready():
+    """A training with one draw at hand."""
+    private, model, optimizer = training()
+    batches = iter(private.loader(data()))
+    x, y = next(batches)
+    yield private, model, optimizer, x, y
+    private.close()
+
+
+def refused(private, kind, match, call):
+    before = private.ledger.spent
+    with pytest.raises(kind, match=match) as caught:
+        call()
+    assert "\n  " in str(caught.value)  # what, and the repair
+    assert private.ledger.spent == before
+
+
+def test_a_plain_backward_pass(ready):
+    private, model, optimizer, x, y = ready
+    losses_of(model, x, y).mean().backward()
+    refused(private, cw.NothingClipped, "nothing clipped", optimizer.step)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_another_loss_beside_the_private_one(ready, order):
+    private, model, optimizer, x, y = ready
+
+    def other():
+        sum(p.square().sum() for p in model.parameters()).backward()
+
+    if order == "before":
+        other()
+    private.loss(losses_of(model, x, y)).backward()
+    if order == "after":
+        other()
+    refused(private, cw.ForeignGradient, "was not zero before" if order == "before" else "was changed by something other", optimizer.step)
+
+
+def test_another_loss_between_two_parts_of_a_draw(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x[:2], y[:2])).backward()
+    model[0].weight.square().sum().backward()
+    loss = private.loss(losses_of(model, x[2:], y[2:]))
+    refused(private, cw.ForeignGradient, "0.weight.grad was changed", loss.backward)
+
+
+def test_a_gradient_on_a_parameter_the_losses_do_not_reach(ready):
+    private, model, optimizer, x, y = ready
+    model[0].weight.requires_grad_(False)
+    private.loss(losses_of(model, x, y)).backward()
+    model[0].weight.requires_grad_(True)
+    model[0].weight.square().sum().backward()
+    refused(private, cw.ForeignGradient, "0.weight.grad was not zero", optimizer.step)
+
+
+def test_forgetting_zero_grad():
+    private, model, optimizer = training()
+    batches = iter(private.loader(data()))
+    for _ in range(2):
+        x, y = next(batches)
+        private.loss(losses_of(model, x, y)).backward()
+        if private.position == 0:
+            optimizer.step()
+    refused(private, cw.ForeignGradient, "Call optimizer.zero_grad", optimizer.step)
+
+
+def test_zeroing_in_place_is_fine():
+    private, model, optimizer = training()
+    for x, y in private.loader(data()):
+        private.loss(losses_of(model, x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert private.ledger.spent == 6
+
+
+def test_zero_grad_before_step(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.zero_grad()
+    refused(private, cw.ForeignGradient, "cleared between backward", optimizer.step)
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    lambda model: [p.grad.mul_(0.5) for p in model.parameters()],
+])  # fmt: skip
+def test_gradients_changed_in_between(ready, change):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    change(model)
+    refused(private, cw.ForeignGradient, "clip_grad_norm_ has no place here", optimizer.step)
+
+
+def test_changes_that_cannot_be_seen_have_no_effect(ready):
+    """Through .data no trace is left, nor by another tensor; but the release is made from the sums, not from p.grad."""
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    for parameter in model.parameters():
+        parameter.grad.data.fill_(1e6)
+    model[0].weight.grad = torch.full_like(model[0].weight, 1e6)
+    optimizer.step()
+    assert all(float(p.grad.abs().max()) < 10 for p in model.parameters())
+
+
+def test_step_with_nothing_clipped(ready):
+    private, _, optimizer, _, _ = ready
+    refused(private, cw.NothingClipped, "nothing clipped", optimizer.step)
+
+
+def test_step_after_a_loss_that_was_not_propagated(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y))
+    refused(private, cw.NothingClipped, "nothing clipped", optimizer.step)
+
+
+def test_two_steps_for_one_draw(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    refused(private, cw.NothingClipped, "nothing clipped", optimizer.step)
+
+
+def test_a_closure(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    refused(private, cw.NothingClipped, "closure", lambda: optimizer.step(lambda: 1.0))
+    refused(private, cw.NothingClipped, "closure", lambda: optimizer.step(closure=lambda: 1.0))
+    optimizer.step()  # nothing was lost
+    assert private.ledger.spent == 1
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.5, -1.0])
+def test_a_scaled_loss(ready, factor):
+    private, model, _, x, y = ready
+    loss = factor * private.loss(losses_of(model, x, y))
+    refused(private, cw.WrongScale, f"multiplied by {factor:g} before", loss.backward)
+
+
+def test_an_undeclared_scaler(ready):
+    private, model, _, x, y = ready
+    scaler = torch.amp.GradScaler("cpu")
+    loss = scaler.scale(private.loss(losses_of(model, x, y)))
+    refused(private, cw.WrongScale, "scaler=scaler", loss.backward)
+
+
+def test_the_same_loss_twice(ready):
+    private, model, _, x, y = ready
+    loss = private.loss(losses_of(model, x, y))
+    loss.backward(retain_graph=True)
+    refused(private, cw.NothingClipped, "back-propagated twice", loss.backward)
+
+
+def test_batches_from_elsewhere():
+    private, model, _ = training()
+    x, y = data().tensors
+    refused(private, cw.WrongDraw, "belong to no draw of private.loader", lambda: private.loss(losses_of(model, x, y)))
+
+
+def test_more_rows_than_the_draw(ready):
+    private, model, _, x, y = ready
+    losses = losses_of(model, torch.cat([x, x]), torch.cat([y, y]))
+    refused(private, cw.WrongDraw, f"{2 * len(x)} losses for a draw of {len(x)} rows", lambda: private.loss(losses))
+
+
+def test_only_a_part_of_the_draw(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x[:-1], y[:-1])).backward()
+    refused(private, cw.WrongDraw, f"after {len(x) - 1} of the {len(x)} rows", optimizer.step)
+    private.loss(losses_of(model, x[-1:], y[-1:])).backward()
+    optimizer.step()
+    assert private.ledger.spent == 1
+
+
+def even_draw():
+    private, model, optimizer = training(plan=small_plan(sampler="fixed_size", epochs=3))
+    x, y = next(iter(private.loader(data())))
+    return private, model, optimizer, x, y
+
+
+@pytest.mark.parametrize("again", [lambda x: x[:5], lambda x: x[4:9], lambda x: x[::2]])
+def test_rows_that_go_through_twice(again):
+    private, model, _, x, y = even_draw()
+    private.loss(losses_of(model, x[:5], y[:5])).backward()
+    losses = losses_of(model, again(x), again(y))
+    refused(private, cw.WrongDraw, "count twice", lambda: private.loss(losses))
+
+
+def test_interleaved_rows_are_new_rows():
+    private, model, optimizer, x, y = even_draw()
+    for start in (0, 1):
+        private.loss(losses_of(model, x[start::2], y[start::2])).backward()
+    optimizer.step()
+    assert private.ledger.spent == 1
+
+
+def test_memory_that_was_freed_is_not_taken_for_rows_seen():
+    private, model, optimizer, x, y = even_draw()
+    for start in range(0, 10, 2):
+        private.loss(losses_of(model, x[start : start + 2].clone(), y[start : start + 2])).backward()
+    optimizer.step()
+
+
+def test_a_skipped_draw_is_noticed():
+    private, model, optimizer = training()
+    batches = iter(private.loader(data()))
+    (x, _), (other, y) = next(batches), next(batches)
+    while len(x) == len(other):
+        x, (other, y) = other, next(batches)
+        private._draws.consume()
+    losses = losses_of(model, other, y)
+    if len(other) > len(x):
+        refused(private, cw.WrongDraw, "losses for a draw", lambda: private.loss(losses))
+    else:
+        private.loss(losses).backward()
+        refused(private, cw.WrongDraw, "rows of its draw", optimizer.step)
+
+
+def test_after_an_exception_a_draw_can_be_repeated_or_given_up():
+    private, model, optimizer = training()
+    batches = iter(private.loader(data()))
+    x, y = next(batches)
+    private.loss(losses_of(model, x[:2], y[:2])).backward()
+    private.discard()
+    optimizer.zero_grad()
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    x, y = next(batches)
+    private.discard(draw=True)
+    x, y = next(batches)
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    assert private.ledger.spent == 2
+
+
+def test_a_step_past_the_budget():
+    private, model, optimizer = training(plan=small_plan(epochs=1))
+    for _ in steps(private, model, optimizer):
+        pass
+    assert private.ledger.spent == private.plan.steps == 6
+    x, y = data().tensors
+    refused(private, cw.BudgetSpent, "all 6 steps", lambda: private.loss(losses_of(model, x, y)))
+    own, model, optimizer = training(plan=small_plan(epochs=None, steps=1), own_batches=True)
+    own.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    refused(own, cw.BudgetSpent, "all 1 steps", lambda: own.loss(losses_of(model, x, y)))
+
+
+def test_losses_of_the_wrong_shape(ready):
+    private, model, optimizer, x, y = ready
+    refused(private, cw.LossShape, 'reduction="none"', lambda: private.loss(losses_of(model, x, y).mean()))
+    refused(private, cw.LossShape, "squeeze", lambda: private.loss(losses_of(model, x, y)[:, None]))
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+
+
+def test_losses_without_a_forward_pass(ready):
+    private, model, _, x, y = ready
+    losses = losses_of(model, x, y)
+    private.loss(losses)
+    refused(private, cw.LossIndependent, "no module of this training has run", lambda: private.loss(losses))
+    with torch.no_grad():
+        losses = losses_of(model, x, y)
+    refused(private, cw.LossIndependent, "no module of this training has run", lambda: private.loss(losses))
+
+
+def test_a_parameter_that_no_optimizer_updates():
+    model = small()
+    with pytest.raises(cw.UnhookedParameter, match=r"no optimizer of this training updates 2\.weight"):
+        training(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    private, model, optimizer = training()
+    x, y = next(iter(private.loader(data())))
+    private.loss(losses_of(model, x, y)).backward()
+    model.extra = nn.Parameter(torch.ones(2))
+    refused(private, cw.UnhookedParameter, "updates extra", optimizer.step)
+    optimizer.add_param_group({"params": [model.extra]})
+    optimizer.step()
+    assert model.extra.grad.abs().min() > 0
+
+
+def test_a_parameter_that_belongs_to_no_module():
+    model, stray = small(), nn.Parameter(torch.ones(2))
+    with pytest.raises(cw.UnhookedParameter, match="belongs to none of the modules"):
+        training(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
+
+
+def test_a_parameter_in_two_optimizers():
+    model = small()
+    two = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model[0].parameters(), lr=0.1)]
+    with pytest.raises(cw.UnhookedParameter, match="two optimizers update"):
+        training(model, two)
+
+
+def test_a_criterion_that_was_forgotten(ready):
+    private, model, _, x, y = ready
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    losses = losses_of(model, x, y) * scale
+    refused(private, cw.UncoveredUse, "belongs to none of the captured modules", lambda: private.loss(losses))
+
+
+def test_batch_norm_in_the_loss_of_the_user(ready):
+    private, model, _, x, y = ready
+    losses = F.cross_entropy(F.batch_norm(model(x), None, None, training=True), y, reduction="none")
+    refused(private, cw.MixedExamples, "statistics of the whole batch", lambda: private.loss(losses))
+
+
+def test_other_code_is_left_alone_while_a_block_is_open(ready):
+    """A forward pass with gradients whose losses never come must not get in anybody's way."""
+    _, model, _, x, _ = ready
+    model(x)
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(100):
+        other(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_regularizer_that_sees_examples(ready):
+    private, model, optimizer, x, y = ready
+    private.regularizer(lambda: (model[0].weight @ x.T).square().sum())
+    private.loss(losses_of(model, x, y)).backward()
+    refused(private, cw.ForeignGradient, "parameters and constants alone", optimizer.step)
+
+
+def test_a_model_belongs_to_one_training_at_a_time():
+    first, model, optimizer = training()
+    for _ in steps(first, model, optimizer, limit=2):
+        pass
+    with pytest.warns(UserWarning, match="the 2 steps it took are not counted"):
+        cw.PrivateTraining(model, optimizer, small_plan()).close()
+    x, y = data().tensors
+    refused(first, cw.NothingClipped, "closed", lambda: first.loss(losses_of(model, x, y)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(noise="fats"), "noise must be"),
+        (dict(method="ghost"), "method must be"),
+        (dict(accumulation_steps=0), "whole number"),
+        (dict(nois="fast"), "nois"),
+    ],
+)
+def test_misspelt_options(options, message):
+    model = small()
+    with pytest.raises((ValueError, TypeError), match=message):
+        cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), small_plan(), **options)
+
+
+def test_a_pattern_of_the_clipping_that_fits_nothing():
+    with pytest.raises(cw.BadClipping, match="encoder"):
+        training(plan=small_plan(clipping=cw.per_group({"encoder.*": 1.0, "*": 1.0})))
