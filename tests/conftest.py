@@ -35,3 +35,14 @@ def _trainings_end():
     from training_helpers import close_all
 
     close_all()
+
+
+@pytest.fixture
+def fixed_entropy(monkeypatch):
+    """What the operating system would give, from a seed: statistical tests must not fail by chance."""
+    import random
+    import secrets
+
+    source = random.Random(17)
+    monkeypatch.setattr(os, "urandom", source.randbytes)
+    monkeypatch.setattr(secrets, "randbits", source.getrandbits)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_helpers import data, losses_of, small, small_plan, steps, training
 
 import clipwise as cw
+from training_helpers import data, losses_of, small, small_plan, steps, training
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_another_loss_beside_the_private_one(ready, order):
 
 
 def test_another_loss_between_two_parts_of_a_draw(ready):
-    private, model, optimizer, x, y = ready
+    private, model, _optimizer, x, y = ready
     private.loss(losses_of(model, x[:2], y[:2])).backward()
     model[0].weight.square().sum().backward()
     loss = private.loss(losses_of(model, x[2:], y[2:]))

@@ -4,13 +4,14 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from training_helpers import data, losses_of, small, small_plan, training
 
 import clipwise as cw
 from clipwise.noise import noised
 from clipwise.randomness import Fast, Reproducible, Secure
+from training_helpers import data, losses_of, small, small_plan, training
 
 LEVEL = 1e-4
+pytestmark = pytest.mark.usefixtures("fixed_entropy")
 CPU = torch.device("cpu")
 SOURCES = [Fast(), Secure(), Reproducible(11)]
 
@@ -117,11 +118,11 @@ def test_restarts_do_not_repeat_the_noise():
     one, state = first_release()
     two, _ = first_release(state)
     three, _ = first_release(state)
-    assert not torch.isclose(one, two).any() and not torch.isclose(two, three).any()
+    assert len({float(value) for value in torch.cat([one, two, three])}) == 3 * len(one)
 
 
 def test_noise_does_not_move_the_global_generator():
-    private, model, optimizer = training(seed=None)
+    _private, _model, _optimizer = training(seed=None)
     before = torch.get_rng_state()
     noised([None], [nn.Parameter(torch.zeros(5))], deviation=1.0, divisor=1.0, randomness=Fast(), purpose="noise", step=0)
     assert torch.equal(before, torch.get_rng_state())

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_helpers import clipped_sum, data, losses_of, released, small, small_plan, steps, training
 
 import clipwise as cw
 from clipwise.randomness import Reproducible
+from training_helpers import clipped_sum, data, losses_of, released, small, small_plan, steps, training
 
 
 def noise_of(model, plan, step, seed=7, number=0):
@@ -162,7 +162,7 @@ def test_a_parameter_without_gradient_gets_noise():
     private.loss(F.cross_entropy(model[2](model[1](model[0](x))), y, reduction="none")).backward()
     optimizer.step()
     expected = noise_of(model, private.plan, 0)
-    unused = [i for i, p in enumerate(model.parameters()) if p is model.unused][0]
+    unused = next(i for i, p in enumerate(model.parameters()) if p is model.unused)
     assert_equal([model.unused.grad], [expected[unused] / 10])
 
 
@@ -194,7 +194,7 @@ def test_sums_of_bf16_parameters_are_kept_in_float32():
 
 
 def test_adam_is_stock_adam_on_the_noised_gradient():
-    private, model, optimizer = training(optimizer=None, model=(model := small()))
+    private, model, _optimizer = training(optimizer=None, model=(model := small()))
     reference = copy.deepcopy(model)
     private.close()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -391,7 +391,7 @@ def test_copies_and_pickles_take_nothing_along():
 
 def test_evaluation_between_steps_is_harmless():
     def loop(gradients, private, model, optimizer):
-        x, y = data().tensors
+        x, _y = data().tensors
         for batch in private.loader(data()):
             with contextlib.nullcontext() if gradients else torch.no_grad():
                 correct = 0

@@ -116,7 +116,7 @@ def is_quick(parts: Sequence[Part], delta: float, grid: float) -> bool:
     return 10 * cells <= _QUICKER * _MOST_CELLS and 10 * step_cells <= _QUICKER * _MOST_CELLS_IN_ONE_STEP
 
 
-def curve(parts: Sequence[Part], delta: float, accountant: str, points: int = 24) -> list[tuple[int, float]]:
+def curve(parts: Sequence[Part], delta: float, accountant: str, points: int = 16) -> list[tuple[int, float]]:
     """(steps, ε) from none to all of a single part, on one grid; for a picture."""
     [(mechanism, steps)] = parts
     found = [(0, 0.0)]

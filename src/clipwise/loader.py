@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from .batches import without_rows
-from .errors import BadPlan
+from .errors import BadPlan, WrongDraw
 from .plan import PrivacyPlan
 from .sampling import Sampler
 
@@ -49,7 +49,35 @@ class Draws:
         return self._waiting[0] if self._waiting else None
 
     def consume(self) -> None:
-        self._waiting.popleft()
+        """The step for the current draw was taken, or the draw is given up."""
+        if self._waiting:
+            self._waiting.popleft()
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the row at hand stands for an empty draw."""
+        return self.current is not None and self.current.size == 0
+
+    def check_room(self, entries: int, more: int) -> None:
+        """Losses must be those of the draw that is due: `more` beside the `entries` that were handed in."""
+        if self.current is None:
+            raise WrongDraw(
+                "these losses belong to no draw of private.loader.",
+                "Iterate over private.loader(dataset), one step for each of its batches; or state with own_batches=True that you draw them as "
+                "the plan says.",
+            )
+        if entries + more > self.current.rows:
+            raise WrongDraw(
+                f"{entries + more} losses for a draw of {self.current.rows} rows.",
+                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard().",
+            )
+
+    def check_complete(self, entries: int) -> None:
+        rows = self.current.rows if self.current is not None else 0
+        if self.current is None or entries != rows:
+            raise WrongDraw(
+                f"step() after {entries} of the {rows} rows of its draw.", "Send every row of the draw through private.loss, once."
+            )
 
     def steps_to_come(self) -> int:
         """Until the end of the present epoch. Epochs end at ceil(k·N/B), so that all of them together have the plan's steps."""
@@ -71,6 +99,21 @@ class Draws:
             records = self._sampler.draw(step)
             self._waiting.append(Draw(len(records), len(records) if records else int(placeholder)))
             yield records or [0] * int(placeholder)
+
+
+class CallersDraws:
+    """Batches that the caller draws, on their word: nothing to hold losses against."""
+
+    is_placeholder = False
+
+    def consume(self) -> None:
+        pass
+
+    def check_room(self, entries: int, more: int) -> None:
+        pass
+
+    def check_complete(self, entries: int) -> None:
+        pass
 
 
 class _BatchSampler:

@@ -12,10 +12,10 @@ from .methods import Clipped
 
 @dataclass
 class Handed:
-    """The clipped sums of one call of private.loss, by id of the parameter."""
+    """What one call of private.loss came to."""
 
     entries: int
-    sums: dict[int, Tensor]
+    parameters: list[Tensor]
     clipped: Clipped
     rows: list[Footprint]
     counts: bool  # not the placeholder of an empty draw
@@ -39,9 +39,10 @@ class Pending:
 
     def add(self, handed: Handed) -> None:
         handed.done = True
-        for key, total in handed.sums.items():
+        for parameter, total in zip(handed.parameters, handed.clipped.sums.values()):
+            key = id(parameter)
             self.sums[key] = self.sums[key].add_(total) if key in self.sums else total
-        handed.sums = {}
+        handed.clipped.sums.clear()
         self.entries += handed.entries
         self.handed.append(handed)
         self.rows += handed.rows

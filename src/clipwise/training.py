@@ -19,11 +19,11 @@ from .budget import Budget
 from .clipping import Clipping
 from .collect import check_losses
 from .deferred import check_deferred
-from .errors import BadLedger, BudgetSpent, LossIndependent, NothingClipped, WrongDraw
+from .errors import BadLedger, BudgetSpent, LossIndependent, NothingClipped
 from .footprints import check_new_rows, footprints
 from .handout import handed_out
 from .ledger import Ledger, check_same_plan
-from .loader import Draws, private_loader
+from .loader import CallersDraws, Draws, private_loader
 from .marks import EXAMPLE
 from .methods import Clipped
 from .pending import Handed, Pending
@@ -35,7 +35,6 @@ from .sampling import Sampler
 from .structure import every_tensor
 from .tape import Tape, as_modules
 from .updates import Updates
-
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
 
@@ -102,6 +101,7 @@ class PrivateTraining:
         how = facts.of_training(plan, self._randomness.name, own_batches, method, self._updates.optimizers, self._updates.parameters())
         self.ledger = Ledger(plan, ledger, how)
         self._draws = Draws(plan, Sampler(plan, self._randomness), lambda: self.position, lambda: plan.steps - self._counted())
+        self._held_against = CallersDraws() if own_batches else self._draws
         self._pending = Pending()
         self._block = Block(self._modules, fallback=fallback)
         self._closed = False
@@ -138,17 +138,17 @@ class PrivateTraining:
                 "another optimizer of this training has not stepped for the last draw.",
                 "Call step() of every optimizer once for each draw.",
             )
-        self._check_room(len(losses))
+        self._held_against.check_room(self._pending.entries, len(losses))
         inputs = [t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE]
         rows = footprints(inputs, len(losses))
         check_new_rows(rows, self._pending.rows)
-        counts = not self._is_placeholder()
+        counts = not self._held_against.is_placeholder
         with self._block.asleep():
             clipped = clip(tape, losses, self.clipping, self.method) if counts else self._nothing(tape, losses)
         parameters = tape.marks.trainable()
         with tape.pause():
             value = clipped.value(losses)
-            handed = Handed(len(losses), {id(parameters[name]): total for name, total in clipped.sums.items()}, clipped, rows, counts)
+            handed = Handed(len(losses), [parameters[name] for name in clipped.sums], clipped, rows, counts)
         return handed_out(value, clipped.sums, parameters, lambda grad: self._receive(handed, grad))
 
     def _nothing(self, tape: Tape, losses: Tensor) -> Clipped:
@@ -158,34 +158,13 @@ class PrivateTraining:
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in tape.marks.trainable().items()}
         return Clipped(sums, zero, torch.zeros_like(losses, dtype=torch.bool))
 
-    def _is_placeholder(self) -> bool:
-        draw = self._draws.current
-        return not self.own_batches and draw is not None and draw.size == 0
-
-    def _check_room(self, entries: int) -> None:
-        """Losses must be those of the draw that is due."""
-        if self.own_batches:
-            return
-        draw = self._draws.current
-        if draw is None:
-            raise WrongDraw(
-                "these losses belong to no draw of private.loader.",
-                "Iterate over private.loader(dataset), one step for each of its batches; or state with own_batches=True that you draw them as "
-                "the plan says.",
-            )
-        if self._pending.entries + entries > draw.rows:
-            raise WrongDraw(
-                f"{self._pending.entries + entries} losses for a draw of {draw.rows} rows.",
-                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard().",
-            )
-
     def _receive(self, handed: Handed, grad: Tensor) -> None:
         """The private loss is being back-propagated."""
         if handed.done:
             raise NothingClipped("the private loss was back-propagated twice.", "Call backward() once for each private.loss.")
-        self._check_room(handed.entries)
+        self._held_against.check_room(self._pending.entries, handed.entries)
         check_new_rows(handed.rows, self._pending.rows)
-        self._updates.about_to_add(handed.sums, grad)
+        self._updates.about_to_add(handed.parameters, grad)
         self._pending.add(handed)
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
@@ -198,7 +177,7 @@ class PrivateTraining:
             )
         if not pending.stepped:
             self._check_budget()
-            self._check_complete()
+            self._held_against.check_complete(pending.entries)
             self._updates.check()
             self._regularizers.evaluate()
             self.ledger.count(self.position + 1 if self._randomness.name == "reproducible" else None)
@@ -206,15 +185,6 @@ class PrivateTraining:
         pending.stepped.add(number)
         if len(pending.stepped) == len(self._updates.optimizers):
             self._finish_step()
-
-    def _check_complete(self) -> None:
-        draw = self._draws.current
-        if not self.own_batches and (draw is None or self._pending.entries != draw.rows):
-            rows = draw.rows if draw is not None else 0
-            raise WrongDraw(
-                f"step() after {self._pending.entries} of the {rows} rows of its draw.",
-                "Send every row of the draw through private.loss, once.",
-            )
 
     def _check_budget(self) -> None:
         if self._counted() >= self.plan.steps:
@@ -230,8 +200,7 @@ class PrivateTraining:
     def _finish_step(self) -> None:
         if isinstance(self.plan.clipping, Adaptive):
             self.clipping = self._updates.moved_bound(self.plan.clipping, self.clipping.sensitivity, self._pending, self.position)
-        if not self.own_batches:
-            self._draws.consume()
+        self._held_against.consume()
         self.position += 1
         self._pending = Pending()
         self._updates.forget()
@@ -248,8 +217,8 @@ class PrivateTraining:
         self._block.close()
         self._pending = Pending()
         self._updates.forget()
-        if draw and self._draws.current is not None:
-            self._draws.consume()
+        if draw:
+            self._held_against.consume()
 
     @property
     def nonfinite(self) -> int:

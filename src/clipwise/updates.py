@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Updates:
         self._handles = [one.register_step_pre_hook(_hook(number, before_step)) for number, one in enumerate(self.optimizers)]
 
     def parameters(self) -> list[Tensor]:
-        """Every trainable parameter, once."""
+        """Every parameter that is trainable now, once."""
         found = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
 
@@ -60,9 +60,10 @@ class Updates:
                     return f"{number}.{name}" if several else name
         return f"a parameter of shape {tuple(parameter.shape)}"
 
-    def check_coverage(self) -> None:
-        """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else."""
-        tracked = {id(parameter) for parameter in self.parameters()}
+    def check_coverage(self) -> list[Tensor]:
+        """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them."""
+        parameters = self.parameters()
+        tracked = {id(parameter) for parameter in parameters}
         seen: set[int] = set()
         for optimizer in self.optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
@@ -76,16 +77,17 @@ class Updates:
                         f"two optimizers update {self.name_of(parameter)}.", "It would be released twice: give it to one."
                     )
                 seen.add(id(parameter))
-        for parameter in self.parameters():
+        for parameter in parameters:
             if id(parameter) not in seen:
                 raise UnhookedParameter(
                     f"no optimizer of this training updates {self.name_of(parameter)}.",
                     "Add it to an optimizer (add_param_group), pass that optimizer too, or freeze it: requires_grad_(False).",
                 )
+        return parameters
 
-    def about_to_add(self, sums: Mapping[int, Tensor], grad: Tensor) -> None:
-        """A private loss is back-propagated with this gradient."""
-        self._witness.about_to_add(parameter for parameter in self.parameters() if id(parameter) in sums)
+    def about_to_add(self, parameters: Iterable[Tensor], grad: Tensor) -> None:
+        """A private loss is back-propagated with this gradient, and will add to the gradients of these parameters."""
+        self._witness.about_to_add(parameters)
         self._scales.append(grad.detach())
         if grad.device.type == "cpu":
             self._check_scales()
@@ -106,8 +108,7 @@ class Updates:
 
     def check(self) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
-        self.check_coverage()
-        self._witness.check(self.parameters(), unscaled=self._scaler is not None)
+        self._witness.check(self.check_coverage(), unscaled=self._scaler is not None)
         self._check_scales()
 
     def release(
