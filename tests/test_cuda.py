@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
+from clipwise.randomness import Fast, Reproducible, Secure
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, assert_exact, clipped, examples, sensitivity
 from test_models import NETWORKS
@@ -124,3 +125,79 @@ def test_recurrent_layers_give_pytorch_s_own_result(monkeypatch):
         with cw.capture(layer):
             watched = layer(x)[0]
         torch.testing.assert_close(watched, layer(x)[0], rtol=1e-5, atol=1e-6)
+
+
+def cuda_training(optimizer_class=torch.optim.SGD, *, dtype=torch.float32, noise=None, **options):
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to("cuda", dtype)
+    optimizer = optimizer_class(model.parameters(), lr=0.1, **options.pop("optimizer_options", {}))
+    plan = cw.PrivacyPlan(dataset_size=60, batch_size=10, epochs=3, delta=1e-3, clipping=cw.flat(0.7), noise_multiplier=1.3)
+    private = cw.PrivateTraining(model, optimizer, plan, noise=noise or Reproducible(7), own_batches=True, **options)
+    x, y = torch.randn(9, 5, device="cuda", dtype=dtype), torch.randint(0, 3, (9,), device="cuda")
+    return private, model, optimizer, lambda: F.cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize("noise", [Fast(), "secure", Reproducible(7)])
+def test_a_step_adds_noise_of_the_right_size(noise):
+    if noise == "secure":
+        pytest.importorskip("cryptography")
+        noise = Secure()
+    private, model, optimizer, losses = cuda_training(noise=noise, dtype=torch.float64)
+    found = []
+    for _ in range(15):
+        private.loss(losses()).backward()
+        sums = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        found += [((p.grad * 10 - total) / (1.3 * 0.7)).flatten() for p, total in zip(model.parameters(), sums)]
+        optimizer.zero_grad()
+    values = torch.cat(found).cpu()
+    assert abs(float(values.square().mean()) - 1) < 5 * (2 / len(values)) ** 0.5 and len(set(values.tolist())) == len(values)
+    private.close()
+
+
+def test_gaussians_on_the_gpu():
+    for source in (Fast(), Reproducible(1)):
+        drawn = source.gaussians(10**7, "noise", 0, torch.device("cuda"))
+        assert drawn.is_cuda and drawn.dtype == torch.float64
+        assert abs(float(drawn.square().mean()) - 1) < 5 * (2 / 10**7) ** 0.5
+    torch.cuda.manual_seed(0)
+    one = Fast().gaussians(5, "noise", 0, torch.device("cuda"))
+    torch.cuda.manual_seed(0)
+    assert not torch.equal(one, Fast().gaussians(5, "noise", 0, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler(fused):
+    ends = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+        private, model, optimizer, losses = cuda_training(
+            torch.optim.Adam, scaler=scaler, optimizer_options={"fused": True} if fused and scaled else {}
+        )
+        for _ in range(5):
+            scaler.scale(private.loss(losses())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        private.close()
+    assert torch.allclose(*ends, atol=1e-5)
+
+
+def test_a_scaled_loss_is_refused_before_the_step():
+    private, model, optimizer, losses = cuda_training()
+    (10 * private.loss(losses())).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(cw.WrongScale, match="multiplied by 10"):
+        optimizer.step()
+    assert private.ledger.spent == 0 and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    private.close()
+
+
+def test_a_stale_gradient_is_refused():
+    private, model, optimizer, losses = cuda_training()
+    sum(p.square().sum() for p in model.parameters()).backward()
+    private.loss(losses()).backward()
+    with pytest.raises(cw.ForeignGradient, match="was not zero"):
+        optimizer.step()
+    private.close()
