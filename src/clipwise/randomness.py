@@ -25,7 +25,7 @@ from torch import Tensor
 
 _WORDS, _FIRST_WORD = 624, 24  # the words of a Mersenne Twister, and where they begin in the state of torch's CPU generator
 _SUM_OF = 4  # Gaussians that `secure` adds up
-_CHUNK = 2**20
+_CHUNK, _BLOCK = 2**20, 2**16
 
 
 class Randomness(Protocol):
@@ -50,7 +50,7 @@ class Fast:
 
     def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor:
         """(count,) in float64"""
-        return torch.randn(count, generator=fresh_generator(device), device=device, dtype=_widest(device))
+        return _gaussians(count, fresh_generator(device), device)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Secure:
         for start in range(0, count, _CHUNK):
             part = found[start : start + _CHUNK]
             bits = torch.frombuffer(bytearray(stream.update(zeros[: 8 * _SUM_OF * (len(part) + len(part) % 2)])), dtype=torch.int64)
-            part.copy_(_box_muller(bits.to(device)).view(_SUM_OF, -1).sum(0)[: len(part)] / math.sqrt(_SUM_OF))
+            uniform = (bits.to(device) & (2**53 - 1)).double().mul_(2.0**-53)
+            part.copy_(_box_muller(uniform).view(_SUM_OF, -1).sum(0)[: len(part)] / math.sqrt(_SUM_OF))
         return found
 
 
@@ -96,7 +97,7 @@ class Reproducible:
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor:
-        return torch.randn(count, generator=self.generator(purpose, step, device), device=device, dtype=_widest(device))
+        return _gaussians(count, self.generator(purpose, step, device), device)
 
 
 def reproducible(seed: int) -> Randomness:
@@ -125,13 +126,22 @@ def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     return generator
 
 
-def _box_muller(bits: Tensor) -> Tensor:
-    """Two Gaussians from every two 64-bit numbers. Uniforms have 53 bits and are never zero."""
-    uniform = ((bits & (2**53 - 1)) + 1).double() * 2.0**-53
+def _gaussians(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """(count,) in float64. On a CPU by blocks that stay in its cache, which is faster than torch.randn."""
+    if device.type != "cpu":
+        return torch.randn(count, generator=generator, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+    found = torch.empty(count, dtype=torch.float64)
+    for part in found.split(_BLOCK):
+        part.copy_(_box_muller(torch.rand(len(part) + len(part) % 2, generator=generator, dtype=torch.float64))[: len(part)])
+    return found
+
+
+def _box_muller(uniform: Tensor) -> Tensor:
+    """Two Gaussians from every two uniforms of 53 bits in [0, 1), in place. uniform: (2n,)"""
     radius, angle = uniform.chunk(2)
-    radius = torch.sqrt(-2 * torch.log(radius))
-    return torch.cat([radius * torch.cos(2 * math.pi * angle), radius * torch.sin(2 * math.pi * angle)])
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+    radius.neg_().log1p_().mul_(-2).sqrt_()
+    angle.mul_(2 * math.pi)
+    sine = torch.sin(angle).mul_(radius)
+    angle.cos_().mul_(radius)
+    radius.copy_(sine)
+    return uniform
