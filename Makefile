@@ -4,9 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all lint benchmark clean
+.PHONY: demo compare test test-all lint benchmark clean
 
 demo: $(VENV)/run-ready
+	rm -rf private-run
+	$(BIN)/python examples/train_privately.py --out private-run
+
+compare: $(VENV)/run-ready
 	$(BIN)/python examples/compare_methods.py
 
 test: lint
@@ -23,12 +27,13 @@ lint: $(VENV)/dev-ready
 benchmark: $(VENV)/run-ready
 	$(BIN)/python benchmarks/flops.py
 	$(BIN)/python benchmarks/tape_overhead.py
+	$(BIN)/python benchmarks/accounting.py
 
 # torch goes first and alone: the constraint then names the build that every later package finds already there.
 $(VENV)/run-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
-	$(PIP) --editable .
+	$(PIP) --editable ".[plot]"
 	touch $@
 
 $(VENV)/dev-ready: $(VENV)/run-ready

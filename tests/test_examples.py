@@ -24,6 +24,25 @@ def test_compare_methods(capsys):
     assert all(outcome.seconds_an_epoch > 0 and 0 <= outcome.accuracy <= 1 for outcome in results["mlp"])
 
 
+def test_train_privately(capsys, tmp_path):
+    import train_privately
+
+    arguments = ["--epochs", "1", "--epsilon", "8", "--batch-size", "2000", "--out", str(tmp_path)]
+    budget, accuracy = train_privately.main(arguments)
+    printed = capsys.readouterr().out
+    assert budget.steps == 5 and budget.epsilon <= 8 and 0 < accuracy < 1
+    assert "promised before the first step" in printed and "differentially private with ε = 7.99" in printed
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "ledger",
+        "checkpoint.pt",
+        "privacy_report.md",
+        "privacy_report.json",
+        "privacy_report.png",
+    }
+    again, _ = train_privately.main(arguments)  # nothing is left to do, and nothing is done
+    assert again == budget and "going on after 5 steps" in capsys.readouterr().out
+
+
 def test_methods_learn_the_same():
     import compare_methods
 

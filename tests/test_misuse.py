@@ -364,3 +364,21 @@ def test_misspelt_options(options, message):
 def test_a_pattern_of_the_clipping_that_fits_nothing():
     with pytest.raises(cw.BadClipping, match="encoder"):
         training(plan=small_plan(clipping=cw.per_group({"encoder.*": 1.0, "*": 1.0})))
+
+
+def test_a_capture_beside_a_training():
+    """Its calls are its own: they open no block, and leave none open."""
+    private, model, optimizer = training()
+    x, y = data().tensors
+    with cw.capture(model) as tape:
+        losses = losses_of(model, x, y)
+    assert len(cw.per_example_norms(tape, losses)) == 60 and private._block._tape is None
+    assert sum(1 for _ in steps(private, model, optimizer)) == 6
+
+
+def test_a_block_that_was_left_open_disturbs_no_other_training():
+    """Its tape must not hold on to gradients that autograd wants to take over."""
+    _, abandoned, _ = training()
+    kept = abandoned(data().tensors[0])
+    private, model, optimizer = training()
+    assert sum(1 for _ in steps(private, model, optimizer)) == 6 and len(kept) == 60

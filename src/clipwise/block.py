@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .modes import stacked
 from .program import ROOM
 from .tape import Tape, root_hooks
+from .watch import Watch
 
 
 class Block:
@@ -44,11 +46,15 @@ class Block:
             self._looked_at = len(tape.root_calls)
         if tape is not None and tape.is_abandoned:
             self.close()
-        if self._tape is None:
+        if self._tape is None and not self._is_captured():
             self._tape = Tape(self.modules, fallback=self._fallback)
             self._tape.room = ROOM
             self._tape.marks.lenient = True
             self._entered.enter_context(self._tape.watching(low=True))
+
+    def _is_captured(self) -> bool:
+        """Whether a `capture` of the same modules is on: then these calls are for it."""
+        return any(isinstance(mode, Watch) and any(root in mode.tape.modules for root in self.modules) for mode in stacked())
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:

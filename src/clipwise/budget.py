@@ -26,10 +26,14 @@ class Budget:
     relation: str
     steps: int
 
+    def rounded_up(self) -> str:
+        """ε with four digits, never less than it is."""
+        return rounded_up(self.epsilon)
+
     def __str__(self) -> str:
         relation = IN_WORDS[self.relation].format(unit="record")
         label = f"{self.sampler.replace('_', ' ')}{' without amplification' if 'shuffle' in self.sampler else ''}"
-        return f"ε = {rounded_up(self.epsilon)} at δ = {self.delta:g} after {self.steps} steps ({self.accountant}; {label} sampling; {relation})"
+        return f"ε = {self.rounded_up()} at δ = {self.delta:g} after {self.steps} steps ({self.accountant}; {label} sampling; {relation})"
 
 
 def rounded_up(value: float, digits: int = 4) -> str:

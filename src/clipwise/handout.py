@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Listener = Callable[[Tensor], None]  # is told the gradient with which the scalar is back-propagated
+Listener = Callable[[Tensor, list[Tensor]], None]  # is told the gradient of the scalar, and what is about to be added to p.grad
 
 
 def handed_out(value: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor], listener: Listener | None = None) -> Tensor:
@@ -29,7 +29,9 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if ctx.listener is not None:
-            ctx.listener(grad)
         sums = ctx.saved_tensors
-        return None, None, None, *[None] * len(sums), *(grad.to(total.device, total.dtype) * total for total in sums)
+        with torch._C.DisableTorchFunction():  # a tape that is still on would hold what autograd wants to take over
+            scaled = [grad.to(total.device, total.dtype) * total for total in sums]
+        if ctx.listener is not None:
+            ctx.listener(grad, scaled)
+        return None, None, None, *[None] * len(sums), *scaled

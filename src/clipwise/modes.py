@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._C import _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
@@ -19,6 +19,11 @@ def lowest(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         _rearrange(lambda stack: stack.remove(mode) if mode in stack else None)
+
+
+def stacked() -> list[Any]:
+    """The modes that are on, the lowest first."""
+    return [_get_function_stack_at(place) for place in range(_len_torch_function_stack())]
 
 
 def _rearrange(change: Callable[[list[Any]], None]) -> None:

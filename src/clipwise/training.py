@@ -149,7 +149,7 @@ class PrivateTraining:
         with tape.pause():
             value = clipped.value(losses)
             handed = Handed(len(losses), [parameters[name] for name in clipped.sums], clipped, rows, counts)
-        return handed_out(value, clipped.sums, parameters, lambda grad: self._receive(handed, grad))
+        return handed_out(value, clipped.sums, parameters, lambda grad, added: self._receive(handed, grad, added))
 
     def _nothing(self, tape: Tape, losses: Tensor) -> Clipped:
         """The placeholder of an empty draw: weight zero."""
@@ -158,13 +158,13 @@ class PrivateTraining:
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in tape.marks.trainable().items()}
         return Clipped(sums, zero, torch.zeros_like(losses, dtype=torch.bool))
 
-    def _receive(self, handed: Handed, grad: Tensor) -> None:
+    def _receive(self, handed: Handed, grad: Tensor, added: list[Tensor]) -> None:
         """The private loss is being back-propagated."""
         if handed.done:
             raise NothingClipped("the private loss was back-propagated twice.", "Call backward() once for each private.loss.")
         self._held_against.check_room(self._pending.entries, handed.entries)
         check_new_rows(handed.rows, self._pending.rows)
-        self._updates.about_to_add(handed.parameters, grad)
+        self._updates.about_to_add(handed.parameters, added, grad)
         self._pending.add(handed)
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:

@@ -85,9 +85,9 @@ class Updates:
                 )
         return parameters
 
-    def about_to_add(self, parameters: Iterable[Tensor], grad: Tensor) -> None:
-        """A private loss is back-propagated with this gradient, and will add to the gradients of these parameters."""
-        self._witness.about_to_add(parameters)
+    def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
+        """A private loss is back-propagated with `grad`, and will add these gradients to those of the parameters."""
+        self._witness.about_to_add(parameters, gradients)
         self._scales.append(grad.detach())
         if grad.device.type == "cpu":
             self._check_scales()

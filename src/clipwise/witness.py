@@ -2,7 +2,8 @@
 p.grad; but a gradient that came from elsewhere, or was changed, is a misunderstanding that must not pass in silence.
 
 No values are compared where the state of the tensor tells: after n backward passes of ours p.grad is the tensor it was, written
-to n times. A tensor that was there before must have been zero; that alone is looked at.
+to n times; where there was none, it is the first gradient itself, or a copy of it, written to n − 1 times. A tensor that was there
+before must have been zero; that alone is looked at.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _ONLY_PRIVATE = (
 class _Seen:
     before: Tensor | None  # p.grad when our first gradient was about to come
     version: int
+    first: int = 0  # where our first gradient lay, which autograd takes over or copies
     ours: int = 0  # backward passes of ours that added to it
 
 
@@ -37,12 +39,13 @@ class Witness:
         self._seen: dict[int, _Seen] = {}
         self._must_be_zero: list[tuple[Tensor, Tensor]] = []  # parameter, largest entry of the gradient it had before
 
-    def about_to_add(self, parameters: Iterable[Tensor]) -> None:
-        """A backward pass of ours is about to add to these gradients."""
-        for parameter in parameters:
+    def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+        """A backward pass of ours is about to add these gradients to those of the parameters."""
+        for parameter, ours in zip(parameters, gradients):
             seen = self._seen.get(id(parameter))
             if seen is None:
                 seen = self._seen[id(parameter)] = self._first_sight(parameter)
+                seen.first = ours.data_ptr()
             elif not self._is_as_left(parameter, seen, extra=0):
                 raise self._refusal(parameter)
             seen.ours += 1
@@ -61,7 +64,11 @@ class Witness:
             return grad is seen.before and (grad is None or grad._version == seen.version)
         if grad is None or (seen.before is not None and grad is not seen.before):
             return False
-        expected = seen.ours - 1 if seen.before is None else seen.version + seen.ours
+        if seen.before is None:
+            expected = seen.ours - 1
+            extra += int(grad.data_ptr() != seen.first)  # a copy was made, which may count as a write
+        else:
+            expected = seen.version + seen.ours
         return expected <= grad._version <= expected + extra
 
     def check(self, parameters: Iterable[Tensor], *, unscaled: bool) -> None:
