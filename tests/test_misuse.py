@@ -382,3 +382,15 @@ def test_a_block_that_was_left_open_disturbs_no_other_training():
     kept = abandoned(data().tensors[0])
     private, model, optimizer = training()
     assert sum(1 for _ in steps(private, model, optimizer)) == 6 and len(kept) == 60
+
+
+def test_a_module_that_is_called_through_a_compiler():
+    private, model, optimizer = training()
+    compiled = torch.compile(model, backend="eager")
+    x, y = next(iter(private.loader(data())))
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    refused(private, cw.UncoveredUse, "Hand the compiled module to PrivateTraining", lambda: losses_of(compiled, x, y))
+    private.close()
+    private, _, optimizer = training(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert sum(1 for _ in steps(private, compiled, optimizer)) == 6

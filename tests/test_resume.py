@@ -51,26 +51,25 @@ def train(folder, noise, plan=LONG):
     return model
 
 
-def killed_and_resumed(folder, noise, kills):
-    """Twenty children, each killed at a random moment; then one that may finish."""
-    chance = random.Random(3)
-    for _ in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                train(folder, noise)
-            finally:
-                os._exit(0)
-        time.sleep(chance.uniform(0.02, 0.35))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+def in_a_child(folder, noise):
     child = os.fork()
     if child == 0:
         try:
             train(folder, noise)
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    return child
+
+
+def killed_and_resumed(folder, noise, kills):
+    """Twenty children, each killed at a random moment; then one that may finish."""
+    chance = random.Random(3)
+    for _ in range(kills):
+        child = in_a_child(folder, noise)
+        time.sleep(chance.uniform(0.02, 0.35))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.waitpid(in_a_child(folder, noise), 0)
     return [int(line) for line in (folder / "released").read_text().split()]
 
 

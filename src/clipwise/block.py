@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import UncoveredUse
 from .modes import stacked
 from .program import ROOM
 from .tape import Tape, root_hooks
@@ -40,6 +41,8 @@ class Block:
         """A module is about to run."""
         if self._asleep or not torch.is_grad_enabled():
             return
+        if torch.compiler.is_compiling():
+            raise _compiled()
         tape = self._tape
         if tape is not None and is_root and not tape.depth and len(tape.root_calls) > 2 * self._looked_at:
             tape.tidy()  # amortised over many calls of one block
@@ -80,6 +83,13 @@ class Block:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _compiled() -> UncoveredUse:
+    return UncoveredUse(
+        "a module of this training is called through torch.compile, whose calls no tape can see.",
+        "Hand the compiled module to PrivateTraining (it then runs eagerly while it is trained), or call the module itself.",
+    )
 
 
 class _Hook:
