@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
-from clipwise.data import Images, fashion_mnist
+from clipwise.data import Examples, fashion_mnist
 from clipwise.methods import nxbp_alone
 from clipwise.models import cnn, mlp
 
@@ -88,15 +88,15 @@ class Outcome:
     seconds_an_epoch: float
 
 
-def batches(data: Images, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(data: Examples, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One epoch in a fixed random order."""
     for rows in torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(0)).split(size):
-        yield data.pixels[rows], data.labels[rows]
+        yield data.inputs[rows], data.labels[rows]
 
 
-def accuracy(model: nn.Module, data: Images) -> float:
+def accuracy(model: nn.Module, data: Examples) -> float:
     with torch.no_grad():
-        return float((model(data.pixels).argmax(1) == data.labels).float().mean())
+        return float((model(data.inputs).argmax(1) == data.labels).float().mean())
 
 
 def progress(label: str, done: int, total: int, note: str) -> None:
@@ -111,7 +111,7 @@ def progress(label: str, done: int, total: int, note: str) -> None:
     sys.stderr.flush()
 
 
-def compare(name: str, train_set: Images, test_set: Images, size: int, seconds: float) -> list[Outcome]:
+def compare(name: str, train_set: Examples, test_set: Examples, size: int, seconds: float) -> list[Outcome]:
     """One epoch by every method in turns, or as many steps as fit into `seconds` for each."""
     runners = []
     for method in METHODS:

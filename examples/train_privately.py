@@ -1,6 +1,6 @@
 """Train the paper's CNN on real images with differential privacy, and write the privacy report.
 
-    python examples/train_privately.py [--epsilon 3] [--epochs 8] [--out private-run]
+    python examples/train_privately.py [--epsilon 3] [--epochs 8] [--images 10000] [--out private-run]
 
 The training images are the private data set; the accuracy is measured on held-out images that are declared public. Stop it with
 Ctrl-C and start it again: it goes on from the last epoch, and every step that was released stays counted.
@@ -19,18 +19,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import clipwise as cw
-from clipwise.data import Images, fashion_mnist
+from clipwise.data import Examples, fashion_mnist
 from clipwise.models import cnn
 
 
-def accuracy(model: nn.Module, images: Images) -> float:
+def accuracy(model: nn.Module, images: Examples) -> float:
     with torch.no_grad():
-        return float((model(images.pixels).argmax(1) == images.labels).float().mean())
+        return float((model(images.inputs).argmax(1) == images.labels).float().mean())
 
 
-def train(epsilon: float, epochs: int, batch_size: int, folder: Path) -> tuple[cw.Budget, float]:
+def train(epsilon: float, epochs: int, batch_size: int, images: int, folder: Path) -> tuple[cw.Budget, float]:
     private_set, public_set = fashion_mnist(train=True), fashion_mnist(train=False)
-    dataset = TensorDataset(private_set.pixels, private_set.labels)
+    dataset = TensorDataset(private_set.inputs[:images], private_set.labels[:images])
     plan = cw.PrivacyPlan.calibrate(
         epsilon=epsilon, delta=1e-5, dataset_size=len(dataset), batch_size=batch_size, epochs=epochs, clipping=cw.flat(1.0)
     )
@@ -74,9 +74,10 @@ def main(arguments: list[str] | None = None) -> tuple[cw.Budget, float]:
     parser.add_argument("--epsilon", type=float, default=3.0, help="what the training may spend (default 3)")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the private images (default 8)")
     parser.add_argument("--batch-size", type=int, default=256, help="images a step draws on average (default 256)")
+    parser.add_argument("--images", type=int, default=10_000, help="how many private images there are (default 10000: all)")
     parser.add_argument("--out", type=Path, default=Path("private-run"), help="folder for ledger, checkpoint and report")
     options = parser.parse_args(arguments)
-    return train(options.epsilon, options.epochs, options.batch_size, options.out)
+    return train(options.epsilon, options.epochs, options.batch_size, options.images, options.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_compare_methods(capsys):
 def test_train_privately(capsys, tmp_path):
     import train_privately
 
-    arguments = ["--epochs", "1", "--epsilon", "8", "--batch-size", "2000", "--out", str(tmp_path)]
+    arguments = ["--epochs", "1", "--epsilon", "8", "--batch-size", "100", "--images", "500", "--out", str(tmp_path)]
     budget, accuracy = train_privately.main(arguments)
     printed = capsys.readouterr().out
     assert budget.steps == 5 and budget.epsilon <= 8 and 0 < accuracy < 1
@@ -47,7 +47,7 @@ def test_methods_learn_the_same():
     import compare_methods
 
     data = fashion_mnist(train=True)
-    x, y = data.pixels[:16], data.labels[:16]
+    x, y = data.inputs[:16], data.labels[:16]
     gradients = {}
     for method in list(compare_methods.METHODS)[1:]:
         torch.manual_seed(0)
@@ -61,9 +61,9 @@ def test_methods_learn_the_same():
 @pytest.mark.parametrize(("train", "count"), [(True, 10_000), (False, 2_000)])
 def test_embedded_images(train, count):
     images = fashion_mnist(train=train)
-    assert images.pixels.shape == (count, 1, 28, 28) and images.labels.shape == (count,)
+    assert images.inputs.shape == (count, 1, 28, 28) and images.labels.shape == (count,)
     assert images.labels.bincount(minlength=10).min() > count // 15
-    assert abs(float(images.pixels.mean())) < 0.03 and abs(float(images.pixels.std()) - 1) < 0.03
+    assert abs(float(images.inputs.mean())) < 0.03 and abs(float(images.inputs.std()) - 1) < 0.03
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))])

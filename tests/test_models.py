@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from clipwise.methods import nonprivate
+from clipwise import models as paper
+from clipwise.methods import nonprivate, nxbp_alone
 from clipwise.models import cnn, mlp
-from helpers import ALL_METHODS, Net, assert_exact, examples
+from clipwise.testing import squared_output
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
 
 P = nn.Parameter
 
@@ -126,3 +128,83 @@ def test_nonprivate_is_ordinary_training():
     for name, expected in zip(dict(model.named_parameters()), own):
         torch.testing.assert_close(found[name], expected)
     assert sum(float(value.square().sum()) for value in found.values()) > 1.0
+
+
+PAPER = {
+    "mlp": (lambda: paper.mlp(), (4, 1, 28, 28)),
+    "deep mlp": (lambda: paper.deep_mlp(6), (4, 1, 28, 28)),
+    "cnn": (lambda: paper.cnn(), (4, 1, 28, 28)),
+    "cnn for CIFAR-10": (lambda: paper.cnn(3, 32), (4, 3, 32, 32)),
+    "rnn": (lambda: paper.rnn(), (4, 1, 28, 28)),
+    "lstm": (lambda: paper.lstm(96), (4, 3, 32, 32)),
+    "transformer": (lambda: paper.transformer(50, 16), None),
+    "resnet-18": (lambda: paper.resnet(18, 10), (2, 3, 16, 16)),
+    "resnet-50 with group norm": (lambda: paper.resnet(50, 10, "group"), (2, 3, 32, 32)),
+    "vgg-11 without its head": (lambda: paper.vgg(11, 10, "group").features, (2, 3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "norm" in name or "vgg" in name else []) for name in PAPER]
+)
+def test_the_papers_networks_give_the_same_by_every_method(name):
+    """So that figures compare speed alone."""
+    build, shape = PAPER[name]
+    torch.manual_seed(0)
+    model = build().double()
+    x = torch.randn(*shape, dtype=torch.float64) if shape else torch.randint(0, 50, (4, 9))
+    norms, _ = clipped(model, [x], 1.0)
+    bound = float(norms.median())
+    results = {method: clipped(model, [x], bound, method=method)[1] for method in ALL_METHODS}
+    alone = nxbp_alone(model, lambda rows: squared_output(model(rows)), [x], cw.flat(bound)).sums
+    for method, sums in {**results, "nxbp alone": alone}.items():
+        for key, value in results["bookkeep"].items():
+            assert (sums[key] - value).norm() <= 1e-8 * max(1.0, float(value.norm())), (method, key)
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [
+        (lambda: paper.resnet(18), 11_689_512), (lambda: paper.resnet(34), 21_797_672), (lambda: paper.resnet(50), 25_557_032),
+        (lambda: paper.resnet(101), 44_549_160), (lambda: paper.vgg(11), 132_863_336), (lambda: paper.vgg(13), 133_047_848),
+        (lambda: paper.vgg(16), 138_357_544), (lambda: paper.vgg(19), 143_667_240),
+    ],
+)  # fmt: skip
+def test_published_sizes(build, count):
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in build().parameters()) == count
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("resnet", "resnet18"), ("resnet", "resnet50"), ("vgg", "vgg11"), ("vgg", "vgg16_bn")])
+def test_torchvisions_state_dicts_load(ours, theirs):
+    models = pytest.importorskip("torchvision").models
+    reference = getattr(models, theirs)(weights=None).eval()
+    depth = int("".join(c for c in theirs if c.isdigit()))
+    model = getattr(paper, ours)(depth, **({"norm": "frozen_batch"} if theirs.endswith("bn") else {})).eval()
+    model.load_state_dict(reference.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(model(x), reference(x), atol=1e-4)
+
+
+def test_frozen_batch_norm_stays_frozen():
+    model = paper.resnet(18, 10).train()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms and not any(module.training or module.weight.requires_grad for module in norms)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
+
+
+def test_a_review_without_a_word_is_no_number_less():
+    model = paper.transformer(50, 16)
+    words = torch.zeros(3, 6, dtype=torch.long)
+    words[0, :3] = torch.tensor([4, 5, 6])
+    output = model(words)
+    assert output.isfinite().all()
+    assert torch.allclose(model(words[:1, :3]), output[:1], atol=1e-6)  # padding changes nothing
+
+
+@pytest.mark.parametrize("build", [lambda: paper.resnet(20), lambda: paper.vgg(12), lambda: paper.resnet(18, norm="batch")])
+def test_unknown_networks(build):
+    with pytest.raises(ValueError, match=r"of depth|norm must be"):
+        build()

@@ -12,6 +12,7 @@ from .clipping import Clipping, automatic, flat, per_group, per_layer
 from .declared import constant, owners
 from .errors import (
     BadClipping,
+    BadData,
     BadLedger,
     BadPlan,
     BudgetSpent,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadClipping",
+    "BadData",
     "BadLedger",
     "BadPlan",
     "Budget",

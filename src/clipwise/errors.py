@@ -82,6 +82,10 @@ class BadLedger(Refusal):
     """A ledger or checkpoint that belongs to another plan, is in use, or cannot be read."""
 
 
+class BadData(Refusal):
+    """A data file that is missing, damaged or not what it should be."""
+
+
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Refusal):
         _class.__module__ = "clipwise"

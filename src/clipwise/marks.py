@@ -269,7 +269,7 @@ class Marks:
 def foreign_parameter(parameter: Tensor) -> UncoveredUse:
     return UncoveredUse(
         f"a trainable parameter of shape {tuple(parameter.shape)} is used that belongs to none of the captured modules.",
-        "Capture its module too, [model, criterion], freeze it, or run that part under torch.no_grad().",
+        "Capture its module too, capture([model, criterion]) or PrivateTraining([model, criterion], …), freeze it, or run that part under torch.no_grad().",
     )
 
 

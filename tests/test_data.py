@@ -1,0 +1,241 @@
+"""Standard files are read, broken ones are refused with what was expected, and downloads are checked and go on."""
+
+import gzip
+import http.server
+import json
+import pickle
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import clipwise as cw
+from clipwise.data import fetch, load, read_glove
+from clipwise.data import images as image_sets
+from clipwise.data.download import Progress, download
+from clipwise.data.files import parse_idx, read_cifar_batch, read_idx, read_picture
+from clipwise.data.reviews import Words, read_imdb
+from clipwise.data.sources import SOURCES, Files, Package, Source
+
+
+def idx(tensor):
+    return b"\0\0\x08" + bytes([tensor.dim()]) + struct.pack(f">{tensor.dim()}I", *tensor.shape) + tensor.to(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
+def test_idx(tmp_path, packed):
+    import lzma
+
+    tensor = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
+    pack = {"": lambda raw: raw, ".gz": gzip.compress, ".xz": lzma.compress}[packed]
+    path = tmp_path / f"images{packed}"
+    path.write_bytes(pack(idx(tensor)))
+    assert torch.equal(read_idx(path), tensor)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(cw.BadData, match=r"damaged|announces"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not an idx file"),
+        (b"\0\0\x0d\x01", "not an idx file"),
+        (b"\0\0\x08\x02\0\0", "announces nothing"),
+        (idx(torch.zeros(5))[:-1], "announces 5 numbers and holds 4 bytes"),
+    ],
+)
+def test_broken_idx(raw, message):
+    with pytest.raises(cw.BadData, match=message):
+        parse_idx(raw, "file")
+
+
+@pytest.fixture
+def small_mnist(tmp_path, monkeypatch):
+    """A folder like MNIST's, with 30 and 20 images."""
+    known = image_sets.ImageSet("mnist", "MNIST", 1, 28, 10, (30, 20), (0.1307,), (0.3081,))
+    monkeypatch.setitem(cw.data.catalog._KNOWN, "mnist", known)
+    for name, count in (("train", 30), ("t10k", 20)):
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(idx(torch.randint(0, 256, (count, 28, 28))))
+        (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(torch.arange(count) % 10)))
+    return tmp_path
+
+
+def test_idx_images(small_mnist):
+    found = load("mnist", small_mnist)
+    assert found.train.inputs.shape == (30, 1, 28, 28) and found.test.labels.tolist() == [*range(10)] * 2
+    assert found.title == "MNIST" and found.classes == 10 and not found.is_synthetic
+
+
+def test_missing_and_wrong_files(small_mnist):
+    with pytest.raises(cw.BadData, match=r"expected train-images-idx3-ubyte or .*\n.*clipwise data fetch mnist"):
+        load("mnist", small_mnist / "nowhere")
+    (small_mnist / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(torch.zeros(19))))
+    with pytest.raises(cw.BadData, match=r"20 images .* and 19 labels; expected 20"):
+        load("mnist", small_mnist)
+    with pytest.raises(cw.BadData, match="no data set 'mnits'"):
+        load("mnits")
+
+
+def test_cifar(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_sets, "CIFAR10", image_sets.ImageSet("cifar10", "CIFAR-10", 3, 32, 10, (20, 4), (0.5,) * 3, (0.25,) * 3))
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]:
+        values = {b"data": torch.randint(0, 256, (4, 3072), dtype=torch.uint8).numpy(), b"labels": [1, 2, 3, 4]}
+        (folder / name).write_bytes(pickle.dumps(values, protocol=2))
+    found = load("cifar10", tmp_path)
+    assert found.train.inputs.shape == (20, 3, 32, 32) and found.test.labels.tolist() == [1, 2, 3, 4]
+
+
+def test_a_pickle_that_would_run_something_is_refused():
+    class Evil:
+        def __reduce__(self):
+            return print, ("run",)
+
+    with pytest.raises(cw.BadData, match="does not belong into a data file"):
+        read_cifar_batch(pickle.dumps(Evil()), "data_batch_1")
+
+
+def test_folders_of_pictures(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for kind in ("bedroom", "kitchen"):
+        (tmp_path / kind).mkdir()
+        for number in range(5):
+            image.new("RGB", (40 + number, 30), (number, 100, 200)).save(tmp_path / kind / f"{number}.png")
+    found = load("lsun", tmp_path, size=16)
+    assert found.train.inputs.shape == (8, 3, 16, 16) and found.classes == 2 and len(found.test.labels) == 2
+    assert read_picture(tmp_path / "kitchen" / "3.png").shape == (3, 30, 43)
+    (tmp_path / "kitchen" / "bad.jpg").write_bytes(b"no picture")
+    with pytest.raises(cw.BadData, match=r"bad\.jpg is not a picture"):
+        load("lsun", tmp_path)
+    with pytest.raises(cw.BadData, match="holds no pictures"):
+        load("lsun", tmp_path / "nowhere")
+
+
+REVIEWS = [("A great film, isn't it?<br />Great!", True), ("Dull. DULL!", False)]
+
+
+def write_reviews(folder, kind):
+    if kind == "tree":
+        for split in ("train", "test"):
+            for name, (text, positive) in zip("ab", REVIEWS):
+                path = folder / "aclImdb" / split / ("pos" if positive else "neg")
+                path.mkdir(parents=True, exist_ok=True)
+                (path / f"{name}.txt").write_text(text)
+    elif kind == "csv":
+        for split in ("train", "test"):
+            rows = [f'"{text}",{"positive" if positive else "negative"}' for text, positive in REVIEWS]
+            (folder / f"{split}.csv").write_text("\n".join(["review,sentiment", *rows]))
+    else:
+        for split in ("train", "test"):
+            rows = [json.dumps({"text": text, "label": int(positive)}) for text, positive in REVIEWS]
+            (folder / f"{split}.jsonl").write_text("\n".join(rows))
+
+
+@pytest.mark.parametrize("kind", ["tree", "csv", "jsonl"])
+def test_reviews(tmp_path, kind):
+    write_reviews(tmp_path, kind)
+    found = read_imdb(tmp_path, train=True, longest=8)
+    words = Words()
+    assert found.labels.tolist() == [1, 0]
+    assert found.inputs[0].tolist() == words.numbers("a great film isn't it great", 8) + [0, 0]
+    assert found.inputs[1, 0] == found.inputs[1, 1] and found.inputs[1, 2:].sum() == 0
+
+
+def test_broken_reviews(tmp_path):
+    with pytest.raises(cw.BadData, match="expected aclImdb/train/pos"):
+        read_imdb(tmp_path, train=True)
+    (tmp_path / "train.jsonl").write_text('{"text": "x", "label": "maybe"}')
+    with pytest.raises(cw.BadData, match="neither positive nor negative"):
+        read_imdb(tmp_path, train=True)
+
+
+def test_words_are_hashed_without_looking_at_the_data():
+    assert Words().numbers("dull", 5) == Words().numbers("DULL.", 5) and 0 < Words().numbers("dull", 5)[0] < 20_000
+
+
+def test_glove(tmp_path):
+    path = tmp_path / "glove.txt"
+    path.write_text("the 1 2 3\nfilm 4 5 6\n")
+    words, vectors = read_glove(path, width=3)
+    assert vectors.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 6]] and words.numbers("The unknown film", 9) == [1, 2] and words.size == 3
+    path.write_text("the 1 2 3\nfilm 4 5\n")
+    with pytest.raises(cw.BadData, match=r"line 2 of .* has 2 numbers, expected 3"):
+        read_glove(path, width=3)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("mnist", (1, 28, 28)), ("cifar10", (3, 32, 32)), ("lsun", (3, 64, 64)), ("imdb", (256,))])
+def test_stand_ins_say_what_they_are(name, shape):
+    found = load(f"synthetic-{name}", limit=10)
+    assert found.is_synthetic and "SYNTHETIC" in found.title and found.train.inputs.shape == (10, *shape)
+    with pytest.raises(cw.BadData, match="stand in for"):
+        load("synthetic-nothing")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `content`; `cut` bytes are lost at the end of the first answer."""
+
+    content, cut, asked = b"", 0, []
+
+    def do_GET(self):
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        type(self).asked.append(start)
+        body = self.content[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) - type(self).cut])
+        type(self).cut = 0
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    Server.asked = []
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}/"
+    running.shutdown()
+
+
+def test_an_interrupted_download_goes_on(tmp_path, server):
+    Server.content, Server.cut = bytes(range(256)) * 1000, 1000
+    said = []
+    with pytest.raises(OSError, match=r"255000 of 256000|IncompleteRead"):
+        download(server + "file", tmp_path / "part", Progress("file", said.append))
+    assert (tmp_path / "part").stat().st_size == 255_000
+    download(server + "file", tmp_path / "part", Progress("file", said.append))
+    assert (tmp_path / "part").read_bytes() == Server.content and Server.asked == [0, 255_000] and said == ["  file: 0.2 MB"]
+
+
+def test_fetch(tmp_path, server, monkeypatch):
+    import hashlib
+
+    content = idx(torch.arange(10))
+    checksum = hashlib.sha256(content).hexdigest()
+    Server.content = gzip.compress(content)
+    missing = Package("npm", "x", "y", {"labels": checksum})
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    good = Source("Toy", "10 labels", "Free.", (missing, Files(server, ".gz", {"labels": checksum})))
+    monkeypatch.setitem(SOURCES, "toy", good)
+    said = []
+    place = fetch("toy", tmp_path / "toy", said.append)
+    assert (
+        (place / "labels").read_bytes() == content
+        and any("npm is not installed" in line for line in said)
+        and "checksums agree" in said[-1]
+    )
+    fetch("toy", place, said.append)
+    assert "already, complete" in said[-1]
+    monkeypatch.setitem(SOURCES, "toy", Source("Toy", "", "", (Files(server, ".gz", {"labels": "0" * 64}),)))
+    with pytest.raises(cw.BadData, match="another checksum"):
+        fetch("toy", place, said.append)
+    assert (place / "labels").read_bytes() == content  # what was there is not damaged
+    assert {path.name for path in Path(place).iterdir() if not path.name.startswith(".")} == {"labels"}
+    with pytest.raises(cw.BadData, match="cannot be fetched"):
+        fetch("lsun")
