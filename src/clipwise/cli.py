@@ -1,169 +1,38 @@
-"""The command line: clipwise calibrate | spent | report.
+"""The command line: clipwise train | data | calibrate | spent | report.
 
-Exit codes: 0 done, 1 refused or failed (the message says why), 2 wrong usage.
+Exit codes: 0 done, 1 refused or failed (the message says why), 2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from .accounting import ACCOUNTANTS
-from .clipping import flat
-from .errors import BadLedger, BadPlan
-from .ledger import read
-from .mechanism import RELATIONS
-from .plan import PrivacyPlan
-from .report import PrivacyReport
-
-_CALIBRATE = """\
-Find the noise that meets an ε; or, given the noise, the number of steps or the batch size.
-
-examples:
-  clipwise calibrate --epsilon 3 --delta 1e-5 --dataset-size 60000 --batch-size 512 --epochs 10
-  clipwise calibrate --epsilon 3 --delta 1e-5 --dataset-size 60000 --batch-size 512 --noise-multiplier 1.1     # how many steps?
-  clipwise calibrate --epsilon 3 --delta 1e-5 --dataset-size 60000 --epochs 10 --noise-multiplier 1.1         # which batch size?
-  clipwise calibrate --epsilon 8 --delta 1e-6 --dataset-size 1000000 --batch-size 4096 --epochs 3 --out plan.json
-"""
-_SPENT = """\
-What a training has spent, from its ledger; or what a plan would spend.
-
-examples:
-  clipwise spent run/ledger
-  clipwise spent plan.json --steps 1000
-  clipwise spent first/ledger second/ledger        # together, on the same data
-"""
-_REPORT = """\
-The privacy statement of a training: Markdown on the screen, or Markdown, JSON and a plot in a folder.
-
-examples:
-  clipwise report run/ledger
-  clipwise report run/ledger --out run/report
-"""
+from . import __version__
+from .commands import data, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     try:
-        options.run(options)
+        return options.run(options) or 0
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         print(f"clipwise {options.command}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="clipwise", description="Differentially private training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"clipwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    calibrate = _command(commands, "calibrate", "find noise, steps or batch size for an ε", _CALIBRATE, _calibrate)
-    number = calibrate.add_argument
-    number("--epsilon", type=float, required=True, help="ε that the whole training may spend")
-    number("--delta", type=float, required=True, help="δ, well below one over the size of the data set")
-    number("--dataset-size", type=int, required=True, help="how many records there are")
-    number("--batch-size", type=int, help="how many records a step draws on average")
-    number("--epochs", type=float, help="passes over the data")
-    number("--steps", type=int, help="optimizer steps, in place of epochs")
-    number("--noise-multiplier", type=float, help="noise in units of the clipping's sensitivity, where that is given")
-    number("--clip", type=float, default=1.0, help="clipping bound written into the plan; ε does not depend on it (default 1)")
-    number("--sampler", choices=list(RELATIONS), default="poisson", help="how batches are drawn (default poisson)")
-    number("--max-batch-size", type=int, help="cap of truncated_poisson (default B + 8√B)")
-    number("--relation", choices=sorted({name for names in RELATIONS.values() for name in names}), help="neighbouring relation")
-    number("--accountant", choices=ACCOUNTANTS, default="auto", help="default auto: the smaller of RDP and PLD")
-    number("--unit", default="example", help="what is protected: example, user, … (default example)")
-    number("--out", type=Path, help="write the plan to this JSON file")
-    spent = _command(commands, "spent", "what a ledger or plan has spent", _SPENT, _spent)
-    spent.add_argument("files", nargs="+", type=Path, metavar="FILE", help="ledgers, or plans as JSON; several are added up")
-    spent.add_argument("--steps", type=int, help="for a single plan: after so many steps")
-    report = _command(commands, "report", "the privacy statement of a training", _REPORT, _report)
-    report.add_argument("ledger", type=Path, help="the training's ledger")
-    report.add_argument("--out", type=Path, help="folder for the Markdown, JSON and PNG files")
+    for family in (train, data, plan):
+        family.add_to(commands)
     return parser
-
-
-def _command(commands: Any, name: str, summary: str, text: str, run: Callable[[Any], None]) -> argparse.ArgumentParser:
-    first, _, rest = text.partition("\n")
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run)
-    return command
-
-
-def _calibrate(options: Any) -> None:
-    epochs = options.epochs
-    if epochs is not None and epochs == int(epochs):
-        epochs = int(epochs)
-    plan = PrivacyPlan.calibrate(
-        epsilon=options.epsilon, delta=options.delta, dataset_size=options.dataset_size, batch_size=options.batch_size, epochs=epochs,
-        steps=options.steps, noise_multiplier=options.noise_multiplier, clipping=flat(options.clip), sampler=options.sampler,
-        max_batch_size=options.max_batch_size, relation=options.relation, accountant=options.accountant, unit=options.unit,
-    )  # fmt: skip
-    budget = plan.budget()
-    if options.out:
-        plan.save(options.out)
-    if options.json:
-        print(json.dumps({"plan": plan.to_dict(), "budget": asdict(budget)}, indent=2, ensure_ascii=False))
-        return
-    print(f"noise multiplier  {plan.noise_multiplier:g}")
-    print(f"batch size        {plan.batch_size} of {plan.dataset_size} on average, {plan.sampler.replace('_', ' ')}"
-          + (f", at most {plan.max_batch_size}" if plan.max_batch_size else ""))  # fmt: skip
-    print(f"steps             {plan.steps} ({plan.epochs:g} epochs)")
-    print(f"budget            {budget}")
-    if options.out:
-        print(f"plan written to   {options.out}")
-
-
-def _plan_and_steps(path: Path) -> tuple[PrivacyPlan, int | None]:
-    """A ledger's plan and count, or a plan without a count."""
-    try:
-        record = read(path)
-    except BadLedger as not_a_ledger:
-        try:
-            return PrivacyPlan.load(path), None
-        except BadPlan as not_a_plan:
-            raise (not_a_ledger if path.suffix != ".json" else not_a_plan) from None
-        except FileNotFoundError:
-            raise not_a_ledger from None
-    return record.plan, record.spent
-
-
-def _spent(options: Any) -> None:
-    from .budget import compose
-
-    found = [_plan_and_steps(path) for path in options.files]
-    if options.steps is not None and (len(found) > 1 or found[0][1] is not None):
-        raise ValueError("--steps goes with a single plan: a ledger knows its own count")
-    if len(found) == 1:
-        plan, steps = found[0]
-        budget = plan.budget(steps if steps is not None else options.steps)
-    else:
-        budget = compose([(plan, plan.steps if steps is None else steps) for plan, steps in found])
-    print(json.dumps(asdict(budget), ensure_ascii=False) if options.json else budget)
-
-
-def _report(options: Any) -> None:
-    report = PrivacyReport.from_ledger(options.ledger)
-    if options.out:
-        written = report.save(options.out)
-        if options.json:
-            print(json.dumps({"written": [str(path) for path in written], "epsilon": report.budget.epsilon}))
-        else:
-            print(report.statement())
-            for path in written:
-                print(f"  {path}")
-            if len(written) < 3:
-                print('  (no plot: pip install "clipwise[plot]")')
-    else:
-        print(report.json() if options.json else report.markdown(), end="")
 
 
 if __name__ == "__main__":
