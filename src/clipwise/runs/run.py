@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ..adam import DPAdamBC
 from ..batches import microbatches
@@ -28,6 +28,27 @@ from ..plan import PrivacyPlan
 from ..training import PrivateTraining
 from .curve import Curve
 from .job import TrainJob
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Examples in memory, taken out a whole batch at a time."""
+
+    def __init__(self, examples: Examples):
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples.labels)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return self._examples.inputs[number], self._examples.labels[number]
+
+    def __getitems__(self, numbers: list[int]) -> Examples:
+        return Examples(self._examples.inputs[numbers], self._examples.labels[numbers])
+
+
+def _as_it_is(batch: Examples) -> Examples:
+    return batch
+
 
 Show = Callable[[int, int, str], None]  # step, steps, note
 Say = Callable[[str], None]
@@ -87,11 +108,11 @@ def _epochs(
     say: Say, private_accuracy: bool,
 ) -> bool:  # fmt: skip
     """Until the plan is spent, or somebody presses Ctrl-C."""
-    dataset = TensorDataset(*data.train)
+    dataset = Rows(data.train)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=job.precision == "bf16")
     torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     with _interruptible() as interrupted:
-        while len(loader := private.loader(dataset, num_workers=job.workers, pin_memory=device.type == "cuda")) and not interrupted:
+        while len(loader := private.loader(dataset, collate_fn=_as_it_is, num_workers=job.workers)) and not interrupted:
             start = time.monotonic()
             model.train()
             for batch in loader:
