@@ -213,23 +213,180 @@ def test_memory_that_was_freed_is_not_taken_for_rows_seen():
     optimizer.step()
 
 
-def test_a_skipped_draw_is_noticed():
-    private, model, optimizer = training()
+@pytest.mark.parametrize("sampler", ["poisson", "shuffle", "fixed_size"])
+def test_a_skipped_draw_is_noticed(sampler):
+    """Also where all batches are equally long."""
+    private, model, optimizer = training(plan=small_plan(sampler=sampler), seed=None)
     batches = iter(private.loader(data()))
-    (x, _), (other, y) = next(batches), next(batches)
-    while len(x) == len(other):
-        x, (other, y) = other, next(batches)
+    next(batches)
+    x, y = next(batches)
+    while private._draws._waiting[1].rows > private._draws._waiting[0].rows:
         private._draws.consume()
-    losses = losses_of(model, other, y)
-    if len(other) > len(x):
-        refused(private, cw.WrongDraw, "losses for a draw", lambda: private.loss(losses))
-    else:
-        private.loss(losses).backward()
-        refused(private, cw.WrongDraw, "rows of its draw", optimizer.step)
+        x, y = next(batches)
+    losses = losses_of(model, x, y)
+    refused(private, cw.WrongDraw, "handed out after one that no step was taken for", lambda: private.loss(losses))
+    private.discard(draw=True)
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("sampler", ["fixed_size", "shuffle", "poisson"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_batch_for_several_steps(sampler, workers):
+    """Draws that workers have made ahead have not arrived."""
+    private, model, optimizer = training(plan=small_plan(sampler=sampler), seed=None)
+    for x, y in private.loader(data(), num_workers=workers):
+        private.loss(losses_of(model, x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        refused(private, cw.WrongDraw, "belong to no draw", lambda: private.loss(losses_of(model, x, y)))
+        break
+
+
+def test_the_last_batch_again_in_place_of_the_next():
+    """A loop that fetches ahead has the next draw waiting; the rows tell."""
+    private, model, optimizer = training(plan=small_plan(sampler="fixed_size"), seed=None)
+    batches = iter(private.loader(data()))
+    x, y = next(batches)
+    ahead = next(batches)
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    refused(private, cw.WrongDraw, "count twice", lambda: private.loss(losses_of(model, x, y)))
+    private.loss(losses_of(model, *ahead)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["skip", "discard", "two loops"])
+def test_no_record_comes_twice_in_a_shuffled_pass(how):
+    """Whatever is left out counts as used: the pass goes on behind it."""
+    private, model, optimizer = training(plan=small_plan(sampler="shuffle", epochs=2), seed=None)
+    seen = []
+    while private.position < 5:
+        for number, (x, y) in enumerate(private.loader(data())):
+            if number == 1 and how == "skip":  # handed out, and never used
+                break
+            if number == 1 and how == "discard":
+                private.discard(draw=True)
+                continue
+            seen += [tuple(row) for row in x.tolist()]
+            private.loss(losses_of(model, x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and how == "two loops":
+                break
+    assert len(set(seen)) == len(seen) and private.ledger.spent == private.position >= 5
+
+
+def test_an_older_loop_may_not_go_on():
+    private, _, _ = training()
+    older = iter(private.loader(data()))
+    next(older)
+    next(iter(private.loader(data())))
+    with pytest.raises(cw.WrongDraw, match="an older loop"):
+        next(older)
+
+
+def test_a_draw_of_which_a_part_was_released_is_used_up():
+    model = small()
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    private, _, _ = training(model, optimizers, seed=None)
+    x, y = next(iter(private.loader(data())))
+    private.loss(losses_of(model, x, y)).backward()
+    optimizers[0].step()
+    private.discard()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    assert private.ledger.spent == private.position == 1
+    refused(private, cw.WrongDraw, "belong to no draw", lambda: private.loss(losses_of(model, x, y)))
+
+
+def test_a_loss_from_before_the_last_step():
+    private, model, optimizer = training(own_batches=True)
+    x, y = data().tensors
+    first, second = (private.loss(losses_of(model, x[i : i + 9], y[i : i + 9])) for i in (0, 9))
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    refused(private, cw.NothingClipped, "computed before the last step", second.backward)
+
+
+def test_a_loader_beside_batches_of_ones_own():
+    private, _, _ = training(own_batches=True)
+    with pytest.raises(TypeError, match="the caller draws the batches"):
+        private.loader(data())
+
+
+def test_rows_that_go_through_a_submodule_twice():
+    private, model, _, x, y = even_draw()
+
+    def part(rows):
+        return F.cross_entropy(model[2](torch.tanh(model[0](x[rows]))), y[rows], reduction="none")
+
+    private.loss(part(slice(0, 5))).backward()
+    losses = part(slice(0, 5))
+    refused(private, cw.WrongDraw, "count twice", lambda: private.loss(losses))
+
+
+def test_a_refused_backward_pass_can_be_repeated(ready):
+    private, model, optimizer, x, y = ready
+    loss = 10 * private.loss(losses_of(model, x, y))
+    refused(private, cw.WrongScale, "multiplied by 10", loss.backward)
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    assert private.ledger.spent == 1
+
+
+def test_an_optimizer_that_calls_its_parents_step():
+    class Mine(torch.optim.Adam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # makes torch wrap the parent's step as well
+    model = small()
+    optimizer = Mine(model.parameters(), lr=0.1)
+    private, _, _ = training(model, optimizer)
+    before = model[0].weight.detach().clone()
+    assert sum(1 for _ in steps(private, model, optimizer)) == 6 and private.ledger.spent == 6
+    assert not torch.equal(before, model[0].weight)
+    refused(private, cw.NothingClipped, "nothing clipped", optimizer.step)
+
+
+def test_clipping_by_hand_with_a_scaler_and_a_fused_optimizer():
+    model = small(torch.float32)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    private, _, _ = training(model, optimizer, scaler=scaler, own_batches=True)
+    x, y = data(dtype=torch.float32).tensors
+    scaler.scale(private.loss(losses_of(model, x, y))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    refused(private, cw.ForeignGradient, "was changed", lambda: scaler.step(optimizer))
+
+
+def test_a_lazy_module():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(cw.UnhookedParameter, match=r"0\.weight has no shape yet"):
+        training(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+
+def test_a_training_that_is_gone_leaves_no_mode_on():
+    import gc
+    import weakref
+
+    def work():
+        private, model, optimizer = training(seed=None)
+        for _ in steps(private, model, optimizer, limit=1):
+            pass
+        model(data().tensors[0])  # with gradients, and never used
+        return weakref.ref(model)
+
+    ref = work()
+    gc.collect()
+    assert torch._C._len_torch_function_stack() == 0 and ref() is None
 
 
 def test_after_an_exception_a_draw_can_be_repeated_or_given_up():
-    private, model, optimizer = training()
+    private, model, optimizer = training(seed=None)
     batches = iter(private.loader(data()))
     x, y = next(batches)
     private.loss(losses_of(model, x[:2], y[:2])).backward()
@@ -334,6 +491,20 @@ def test_a_regularizer_that_sees_examples(ready):
     private.regularizer(lambda: (model[0].weight @ x.T).square().sum())
     private.loss(losses_of(model, x, y)).backward()
     refused(private, cw.ForeignGradient, "parameters and constants alone", optimizer.step)
+
+
+def test_a_regularizer_with_a_number_made_of_examples(ready):
+    private, model, optimizer, x, y = ready
+    mean, target = x.mean(), cw.constant(torch.tensor(0.5, dtype=torch.float64))
+    private.regularizer(lambda: (model[0].weight - target).square().sum())
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    private.regularizer(lambda: (model[0].weight - mean).square().sum())
+    optimizer.zero_grad()
+    private.discard(draw=True)
+    private._regularizers._penalties[0]()
+    with pytest.raises(cw.ForeignGradient, match="parameters and constants alone"):
+        private._regularizers.evaluate()
 
 
 def test_a_model_belongs_to_one_training_at_a_time():

@@ -107,6 +107,7 @@ def test_spent_and_report(capsys, ledger, tmp_path):
             1,
             "does not cover",
         ),
+        ("calibrate --epsilon 3 --delta 1e-5 --dataset-size 100 --batch-size 10 --epochs inf", 1, "epochs must be"),
         ("calibrate --epsilon three", 2, "invalid float"),
         ("calibrat", 2, "invalid choice"),
         ("", 2, "required"),
@@ -118,6 +119,17 @@ def test_wrong_usage(capsys, arguments, code, message):
     except SystemExit as stop:
         found = stop.code
     assert found == code and message in capsys.readouterr().err
+
+
+def test_spent_says_when_it_is_worth_nothing(capsys, tmp_path):
+    private, model, optimizer = training(ledger=tmp_path / "ledger")
+    for _ in steps(private, model, optimizer, limit=1):
+        pass
+    private.close()
+    assert main(["spent", str(tmp_path / "ledger")]) == 0 and "VOID" in capsys.readouterr().out
+    small_plan().save(tmp_path / "plan.json")
+    assert main(["spent", str(tmp_path / "plan.json"), "--steps", "-5"]) == 1
+    assert "none or more" in capsys.readouterr().err
 
 
 def test_help_has_examples(capsys):

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+import traceback
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import clipwise as cw
 from clipwise import ledger as ledgers
+from clipwise.facts import weakest
 from clipwise.randomness import Reproducible
 from training_helpers import data, losses_of, small, small_plan, steps, training
 
@@ -56,8 +58,10 @@ def in_a_child(folder, noise):
     if child == 0:
         try:
             train(folder, noise)
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     return child
 
 
@@ -69,7 +73,7 @@ def killed_and_resumed(folder, noise, kills):
         time.sleep(chance.uniform(0.02, 0.35))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    os.waitpid(in_a_child(folder, noise), 0)
+    assert os.waitpid(in_a_child(folder, noise), 0)[1] == 0
     return [int(line) for line in (folder / "released").read_text().split()]
 
 
@@ -122,7 +126,7 @@ def test_a_state_holds_numbers_only_and_no_generator():
     private, _, _ = training(seed=None)
     state = private.state_dict()
     assert json.loads(json.dumps(state)) == state
-    assert set(state) == {"plan", "spent", "position", "bound"}
+    assert set(state) == {"plan", "spent", "position", "bound", "facts"}
 
 
 def test_a_checkpoint_of_another_plan_is_refused():
@@ -187,6 +191,49 @@ def test_a_ledger_that_cannot_be_written_releases_nothing(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) and private.ledger.spent == 0
+
+
+def test_loader_processes_do_not_hold_the_ledger(tmp_path):
+    """Killed with its workers still alive, a run can go on at once."""
+    ready, done = os.pipe(), 0
+    child = os.fork()
+    if child == 0:
+        private, _, _ = training(seed=None, ledger=tmp_path / "ledger")
+        batches = iter(private.loader(data(), num_workers=1, persistent_workers=True))
+        next(batches)
+        os.write(ready[1], b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready[0], 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    private, model, optimizer = training(seed=None, ledger=tmp_path / "ledger")
+    for _ in steps(private, model, optimizer, limit=1):
+        done += 1
+    assert done == 1
+
+
+def test_two_that_start_at_once_lose_no_count(tmp_path, monkeypatch):
+    """The lock comes before the reading."""
+    path = tmp_path / "ledger"
+    training(seed=None, ledger=path)[0].close()
+    order = []
+    monkeypatch.setattr(ledgers.Ledger, "_lock", lambda self, path, real=ledgers.Ledger._lock: (order.append("lock"), real(self, path)))
+    monkeypatch.setattr(ledgers, "read", lambda path, real=ledgers.read: (order.append("read"), real(path))[1])
+    training(seed=None, ledger=path)[0].close()
+    assert order == ["lock", "read"]
+
+
+def test_a_state_carries_what_the_report_must_say():
+    for options, fact, value in (({"seed": 3}, "noise", "reproducible"), ({"seed": None, "own_batches": True}, "batches", "caller")):
+        private, model, optimizer = training(**options)
+        x, y = data().tensors if private.own_batches else next(iter(private.loader(data())))
+        private.loss(losses_of(model, x, y)).backward()
+        optimizer.step()
+        other, _, _ = training(seed=None)
+        other.load_state_dict(private.state_dict())
+        assert other.report().facts[fact] == value
+    assert weakest({"noise": "fast"}, {"noise": "secure"})["noise"] == "fast"
 
 
 def test_a_ledger_remembers_that_noise_was_reproducible(tmp_path):

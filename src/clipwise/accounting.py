@@ -86,7 +86,7 @@ def rdp_epsilon(parts: Sequence[Part], delta: float, *, classic: bool = False) -
 
 def pld_epsilon(parts: Sequence[Part], delta: float, *, grid: float | None = None) -> float:
     """From privacy loss distributions, on `grid` or on one that is fine enough. Infinite where that cannot be held in memory."""
-    if sum(_mean_loss(*part) for part in parts) / COARSEST > _HOPELESS_CELLS:
+    if _is_hopeless(parts):
         return math.inf
     if grid is not None:
         return _pld_on_grid(parts, delta, grid)[0]
@@ -120,14 +120,14 @@ def curve(parts: Sequence[Part], delta: float, accountant: str, points: int = 16
     """(steps, ε) from none to all of a single part, on one grid; for a picture."""
     [(mechanism, steps)] = parts
     found = [(0, 0.0)]
-    use_pld = accountant in ("auto", "pld") and "pld" in mechanism.accountants
+    use_pld = accountant in ("auto", "pld") and "pld" in mechanism.accountants and not _is_hopeless(parts)
     grid = settled_grid(parts, delta, guess=True)[1] if use_pld else None
     for point in sorted({max(1, round(steps * (k / points) ** 1.5)) for k in range(1, points)}):
         part = [(mechanism, point)]
         values = [pld_epsilon(part, delta, grid=grid)] if use_pld else []
         if "rdp" in mechanism.accountants and accountant != "pld":
             values.append(rdp_epsilon(part, delta, classic=accountant == "rdp_classic"))
-        found.append((point, min(values)))
+        found.append((point, min(values, default=math.inf)))
     return [*found, (steps, epsilon(parts, delta, accountant)[0])]
 
 
@@ -162,6 +162,10 @@ def _without_idle_caps(parts: Sequence[Part], delta: float) -> tuple[list[Part],
                 mechanism = replace(mechanism, sampler="poisson", max_batch_size=None)
         lean.append((mechanism, steps))
     return lean, delta
+
+
+def _is_hopeless(parts: Sequence[Part]) -> bool:
+    return sum(_mean_loss(*part) for part in parts) / COARSEST > _HOPELESS_CELLS
 
 
 def _mean_loss(mechanism: Mechanism, steps: int) -> float:

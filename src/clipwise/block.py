@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import UncoveredUse
+from .footprints import Footprint, is_plain
 from .modes import stacked
 from .program import ROOM
 from .tape import Tape, root_hooks
@@ -30,6 +31,7 @@ class Block:
         self._entered = contextlib.ExitStack()
         self._looked_at = 0  # root calls that survived the last look
         self._asleep = False
+        self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
         hooks = []
         for root in self.modules:
             for module in root.modules():
@@ -37,13 +39,13 @@ class Block:
             hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
         self._hooks = hooks
 
-    def open(self, is_root: bool) -> None:
+    def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run."""
         if self._asleep or not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
             raise _compiled()
-        tape = self._tape
+        tape, is_root = self._tape, module in self.modules
         if tape is not None and is_root and not tape.depth and len(tape.root_calls) > 2 * self._looked_at:
             tape.tidy()  # amortised over many calls of one block
             self._looked_at = len(tape.root_calls)
@@ -54,6 +56,8 @@ class Block:
             self._tape.room = ROOM
             self._tape.marks.lenient = True
             self._entered.enter_context(self._tape.watching(low=True))
+        if self._tape is not None and not self._tape.depth and not is_root:
+            self.inputs += [Footprint.of(value) for value in args if isinstance(value, Tensor) and is_plain(value) and value.stride(0) > 0]
 
     def _is_captured(self) -> bool:
         """Whether a `capture` of the same modules is on: then these calls are for it."""
@@ -72,6 +76,7 @@ class Block:
         """The tape of everything since the block was opened, if it was."""
         tape, self._tape = self._tape, None
         self._looked_at = 0
+        self.inputs = []
         self._entered.close()
         if tape is not None:
             tape.finish()
@@ -88,7 +93,8 @@ class Block:
 def _compiled() -> UncoveredUse:
     return UncoveredUse(
         "a module of this training is called through torch.compile, whose calls no tape can see.",
-        "Hand the compiled module to PrivateTraining (it then runs eagerly while it is trained), or call the module itself.",
+        "Hand the compiled module to PrivateTraining (it then runs eagerly while it is trained), or call the module itself; a module that was "
+        "compiled in place, model.compile(), must be made anew.",
     )
 
 
@@ -107,5 +113,4 @@ class _Hook:
 
 class _Opening(_Hook):
     def __init__(self, block: Block):
-        roots = {id(module) for module in block.modules}
-        super().__init__(lambda module, args: block.open(id(module) in roots))
+        super().__init__(block.open)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6
 _SETTLED = 1e-3  # noise that moves by less than this share from one grid to the next is found
-_MOST = 10**9  # steps, or records in a batch
+_MOST = 10**8  # steps, or records in a batch
 
 
 def noise(cls: type[PrivacyPlan], target: float, fields: dict[str, Any]) -> PrivacyPlan:
@@ -80,13 +80,15 @@ def steps(cls: type[PrivacyPlan], target: float, fields: dict[str, Any]) -> Priv
 def batch_size(cls: type[PrivacyPlan], target: float, fields: dict[str, Any]) -> PrivacyPlan:
     """The largest batch size, to about a thousandth, whose ε is within the target."""
 
+    most_at_all = min(fields["dataset_size"], fields["max_batch_size"] or fields["dataset_size"])
+
     def part(size: int) -> Part:
-        plan = cls(**(fields | {"batch_size": min(size, fields["dataset_size"])}))
+        plan = cls(**(fields | {"batch_size": min(size, most_at_all)}))
         return plan.mechanism, plan.steps
 
     smallest = cls(**(fields | {"batch_size": 1}))
     most = _largest(part, smallest, target, "even batches of one cost")
-    return cls(**(fields | {"batch_size": min(most, fields["dataset_size"])}))
+    return cls(**(fields | {"batch_size": min(most, most_at_all)}))
 
 
 def _largest(part: Callable[[int], Part], plan: PrivacyPlan, target: float, too_much: str) -> int:
@@ -108,7 +110,7 @@ def _largest(part: Callable[[int], Part], plan: PrivacyPlan, target: float, too_
         raise BadPlan(f"{too_much} more than ε = {target:g}.", "Use more noise, or fewer or smaller draws.")
     near = search(lambda count: _rough([part(count)], plan.delta, plan.accountant) if count > 1 else 0.0, 1e-2)
     if "pld" in plan.mechanism.accountants and plan.accountant in ("auto", "pld"):
-        grids.append(settled_grid([part(near)], plan.delta)[1])
+        grids.append(settled_grid([part(near)], plan.delta, guess=True)[1])
     return search(lambda count: exact(count) if count > 1 else 0.0, 1 / near)
 
 

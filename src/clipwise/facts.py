@@ -28,8 +28,21 @@ def of_training(
     }
 
 
+_WEAKEST = {"noise": ("reproducible", "fast", "secure"), "batches": ("caller", "clipwise")}  # the weakest first
+
+
+def weakest(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a training that goes on: as good as the weaker of its parts."""
+    merged = {**now, "started": before.get("started", now.get("started"))}
+    for name, order in _WEAKEST.items():
+        found = [facts[name] for facts in (before, now) if facts.get(name) in order]
+        if found:
+            merged[name] = min(found, key=order.index)
+    return merged
+
+
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("clipwise", "dp-accounting"):
         try:
             found[package] = version(package)

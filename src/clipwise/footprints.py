@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,20 +30,27 @@ class Footprint:
         return not set(self.starts).isdisjoint(other.starts)
 
 
-def footprints(tensors: Iterable[Tensor], rows: int) -> list[Footprint]:
-    """Of the inputs that have one row an example."""
-    return [
-        Footprint.of(t)
-        for t in tensors
-        if t.layout.__str__() == "torch.strided" and t.dim() and len(t) == rows and t.stride(0) > 0 and rows
-    ]
+def is_plain(tensor: Tensor) -> bool:
+    """Whether rows of it lie in ordinary memory."""
+    return tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_meta and type(tensor) is Tensor
+
+
+def footprints(tensors: Iterable[Tensor], rows: int, only_in: Sequence[StorageWeakRef] | None = None) -> list[Footprint]:
+    """Of the tensors that have one row an example; with `only_in`, of those that lie in the memory of a batch."""
+    found = []
+    for tensor in tensors:
+        if rows and is_plain(tensor) and len(tensor) == rows and tensor.stride(0) > 0:
+            footprint = Footprint.of(tensor)
+            if only_in is None or footprint.storage in only_in:
+                found.append(footprint)
+    return found
 
 
 def check_new_rows(now: list[Footprint], before: list[Footprint]) -> None:
     for footprint in now:
         if any(footprint.overlaps(other) for other in before):
             raise WrongDraw(
-                "rows that already went through private.loss in this step go through it again: an example would count twice.",
+                "rows that already went through private.loss go through it again: an example would count twice.",
                 "Give every row of a draw to private.loss once: for part in clipwise.microbatches(batch, n): … An input that all parts share "
                 "and that happens to be as long as a part is declared with clipwise.constant(x).",
             )

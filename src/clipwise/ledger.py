@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BadLedger
+from .facts import weakest
 from .files import write_whole
 from .plan import PrivacyPlan
 
@@ -45,45 +46,61 @@ class Ledger:
         self.facts = facts or {}
         self.path = Path(path) if path is not None else None
         self._file: int | None = None
+        self._lock_file: int | None = None
         self._place = 0
         self._flushed = 0.0
         if self.path is not None:
             self._open(self.path)
 
     def _open(self, path: Path) -> None:
-        if path.exists():
-            before = read(path)
-            check_same_plan(before.plan, self.plan, str(path))
-            self.spent = before.spent
-            voided = before.facts.get("noise") == "reproducible" or self.facts.get("noise") == "reproducible"
-            caller = "caller" in (before.facts.get("batches"), self.facts.get("batches"))
-            self.facts = {**self.facts, "started": before.facts.get("started", self.facts.get("started"))}
-            self.facts |= {"noise": "reproducible"} if voided and before.spent else {}
-            self.facts |= {"batches": "caller"} if caller and before.spent else {}
-            self._lock(path)  # nobody else may be counting in it
-            self.close()
-        elif not path.parent.is_dir():
+        if not path.parent.is_dir():
             raise BadLedger(f"there is no folder {path.parent} for the ledger.", "Create it first.")
-        header = json.dumps({"clipwise_ledger": _FORMAT, "plan": self.plan.to_dict(), "facts": self.facts}, ensure_ascii=False) + "\n"
-        write_whole(path, header + _line(self.spent))
         self._lock(path)
+        try:
+            if path.exists():
+                before = read(path)
+                check_same_plan(before.plan, self.plan, str(path))
+                self.spent = before.spent
+                if before.spent:
+                    self.facts = weakest(before.facts, self.facts)
+            self._write()
+        except BaseException:
+            self.close()
+            raise
+
+    def _write(self) -> None:
+        """The whole file, anew."""
+        assert self.path is not None
+        header = json.dumps({"clipwise_ledger": _FORMAT, "plan": self.plan.to_dict(), "facts": self.facts}, ensure_ascii=False) + "\n"
+        write_whole(self.path, header + _line(self.spent))
+        if self._file is not None:
+            os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         self._place = len(header.encode("utf-8"))
 
     def _lock(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR)
+        """Nobody else may count here. The lock is on a file beside, which is never replaced, and is not inherited by loader processes."""
+        in_use = BadLedger(f"{path} is in use by another training.", "Two runs need two ledgers, or one after the other: private.close().")
+        if path.resolve() in _locked_here:
+            raise in_use
+        self._lock_file = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         if fcntl is not None:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                self.close()
-                raise BadLedger(f"{path} is in use by another training.", "Two runs need two ledgers, or one after the other.") from None
+                os.close(self._lock_file)
+                self._lock_file = None
+                raise in_use from None
+        _locked_here.add(path.resolve())
 
-    def count(self, at_least: int | None = None) -> None:
-        """One more step is about to be released; or, for a step that may be repeated exactly, the count is at least this."""
-        spent = self.spent + 1 if at_least is None else max(self.spent, at_least)
-        self.raise_to(spent)
+    def note(self, facts: dict[str, Any]) -> None:
+        """The training turns out to have been set up otherwise."""
+        self.facts = facts
+        if self._file is not None:
+            self._write()
 
     def raise_to(self, spent: int) -> None:
+        """So many steps are released, or about to be."""
         if self._file is not None:
             os.pwrite(self._file, _line(spent).encode(), self._place)
             now = time.monotonic()
@@ -93,9 +110,15 @@ class Ledger:
         self.spent = spent
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        for handle in (self._file, self._lock_file):
+            if handle is not None:
+                os.close(handle)
+        if self._lock_file is not None and self.path is not None:
+            _locked_here.discard(self.path.resolve())
+        self._file = self._lock_file = None
+
+
+_locked_here: set[Path] = set()  # a process does not lock itself out
 
 
 def _line(spent: int) -> str:

@@ -1,20 +1,17 @@
-"""A DataLoader whose batches are drawn as the plan says, and a queue of draws that the losses are held against."""
+"""A DataLoader whose batches are drawn as the plan says."""
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from .batches import without_rows
-from .errors import BadPlan, WrongDraw
-from .plan import PrivacyPlan
-from .sampling import Sampler
+from .draws import Draw, Draws
+from .errors import BadPlan
 
 _OURS = {
     "batch_size": "the plan says how many records are drawn",
@@ -25,109 +22,34 @@ _OURS = {
 }
 
 
-@dataclass(frozen=True)
-class Draw:
-    """The records of one step."""
-
-    size: int  # how many were drawn
-    rows: int  # how many arrive: one placeholder for an empty draw, unless zero rows were asked for
-
-
-class Draws:
-    """Draws that were made and not yet used for a step, oldest first. All loaders of a training share it."""
-
-    def __init__(self, plan: PrivacyPlan, sampler: Sampler, position: Callable[[], int], left: Callable[[], int]):
-        self.plan = plan
-        self._sampler = sampler
-        self._position = position  # how far the training is
-        self._left = left  # steps that the budget still allows
-        self._waiting: deque[Draw] = deque()
-
-    @property
-    def current(self) -> Draw | None:
-        """The draw that the next step consumes."""
-        return self._waiting[0] if self._waiting else None
-
-    def consume(self) -> None:
-        """The step for the current draw was taken, or the draw is given up."""
-        if self._waiting:
-            self._waiting.popleft()
-
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether the row at hand stands for an empty draw."""
-        return self.current is not None and self.current.size == 0
-
-    def check_room(self, entries: int, more: int) -> None:
-        """Losses must be those of the draw that is due: `more` beside the `entries` that were handed in."""
-        if self.current is None:
-            raise WrongDraw(
-                "these losses belong to no draw of private.loader.",
-                "Iterate over private.loader(dataset), one step for each of its batches; or state with own_batches=True that you draw them as "
-                "the plan says.",
-            )
-        if entries + more > self.current.rows:
-            raise WrongDraw(
-                f"{entries + more} losses for a draw of {self.current.rows} rows.",
-                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard().",
-            )
-
-    def check_complete(self, entries: int) -> None:
-        rows = self.current.rows if self.current is not None else 0
-        if self.current is None or entries != rows:
-            raise WrongDraw(
-                f"step() after {entries} of the {rows} rows of its draw.", "Send every row of the draw through private.loss, once."
-            )
-
-    def steps_to_come(self) -> int:
-        """Until the end of the present epoch. Epochs end at ceil(k·N/B), so that all of them together have the plan's steps."""
-        position, size, batch = self._position(), self.plan.dataset_size, self.plan.batch_size
-        if self.plan.sampler == "shuffle":
-            in_a_pass = self.plan.mechanism.steps_in_a_pass
-            end = (position // in_a_pass + 1) * in_a_pass
-        else:
-            end = -(-(position * batch // size + 1) * size // batch)
-        return max(0, min(end - position, self._left()))
-
-    def epoch(self, placeholder: bool) -> Iterator[list[int]]:
-        """The records of every step until the end of the epoch. Draws of an earlier iteration that nobody used are void."""
-        self._waiting.clear()
-        first, count = self._position(), self.steps_to_come()
-        if not count:
-            warnings.warn(f"the budget of {self.plan.steps} steps is spent: this loader yields nothing", stacklevel=3)
-        for step in range(first, first + count):
-            records = self._sampler.draw(step)
-            self._waiting.append(Draw(len(records), len(records) if records else int(placeholder)))
-            yield records or [0] * int(placeholder)
-
-
-class CallersDraws:
-    """Batches that the caller draws, on their word: nothing to hold losses against."""
-
-    is_placeholder = False
-
-    def consume(self) -> None:
-        pass
-
-    def check_room(self, entries: int, more: int) -> None:
-        pass
-
-    def check_complete(self, entries: int) -> None:
-        pass
-
-
 class _BatchSampler:
     """What DataLoader asks for the records of each batch."""
 
     def __init__(self, draws: Draws, placeholder: bool):
         self._draws = draws
         self._placeholder = placeholder
+        self.made: deque[Draw] = deque()  # of the loop that begins
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._draws.epoch(self._placeholder)
+        return self._draws.epoch(self._placeholder, self.made)
 
     def __len__(self) -> int:
         return self._draws.steps_to_come()
+
+
+class PrivateLoader(DataLoader[Any]):
+    """A DataLoader that says which draw it hands out."""
+
+    draws: Draws
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler = self.batch_sampler
+        assert isinstance(sampler, _BatchSampler)
+        made = sampler.made = deque()
+        self.draws.begin(made)
+        for batch in super().__iter__():
+            self.draws.arrives(made, batch)
+            yield batch
 
 
 class _CollateNone:
@@ -161,4 +83,6 @@ def private_loader(draws: Draws, dataset: Any, placeholder: bool, options: dict[
         )
     if not placeholder:
         options["collate_fn"] = _CollateNone(dataset, options.get("collate_fn") or default_collate)
-    return DataLoader(dataset, batch_sampler=_BatchSampler(draws, placeholder), **options)
+    loader = PrivateLoader(dataset, batch_sampler=_BatchSampler(draws, placeholder), **options)
+    loader.draws = draws
+    return loader

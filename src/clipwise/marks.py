@@ -51,6 +51,7 @@ class Marks:
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
+        self.doubts_numbers = False  # whether a number from outside may come from examples
         self.has_stale = False  # some module keeps examples of an earlier batch
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
@@ -159,8 +160,10 @@ class Marks:
                 self._put(tensor, EXAMPLE)
 
     def _kind_from_outside(self, tensor: Tensor) -> int:
-        if tensor.dim() == 0 or is_declared_constant(tensor):
+        if is_declared_constant(tensor) or (tensor.dim() == 0 and not self.doubts_numbers):
             return CONSTANT
+        if tensor.dim() == 0:
+            return EXAMPLE
         length = tensor.shape[0]
         if length == 1:
             return CONSTANT if self.widest > 1 else EXAMPLE

@@ -19,6 +19,7 @@ class Handed:
     clipped: Clipped
     rows: list[Footprint]
     counts: bool  # not the placeholder of an empty draw
+    position: int  # the step it was clipped for
     done: bool = False  # back-propagated
 
     def centred_count(self) -> float:

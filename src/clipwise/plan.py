@@ -132,6 +132,8 @@ class PrivacyPlan:
 
     def budget(self, steps: int | None = None) -> Budget:
         """What the whole run costs, or its first `steps` steps."""
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0):
+            raise BadPlan(f"steps must be a whole number, none or more, got {steps!r}.", "Leave it out for the whole plan.")
         return compose([(self, self.steps if steps is None else steps)], delta=self.delta, accountant=self.accountant)
 
     @classmethod

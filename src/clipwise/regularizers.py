@@ -30,6 +30,7 @@ class Regularizers:
         self.gradients = {}
         for penalty in self._penalties:
             with torch.enable_grad(), capture(self._modules) as tape:
+                tape.marks.doubts_numbers = True
                 value = penalty()
             if not isinstance(value, Tensor) or value.dim() or tape.marks.kind(value) != TRACKED or tape.created:
                 raise ForeignGradient(

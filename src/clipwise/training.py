@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from . import facts
@@ -19,15 +20,18 @@ from .budget import Budget
 from .clipping import Clipping
 from .collect import check_losses
 from .deferred import check_deferred
-from .errors import BadLedger, BudgetSpent, LossIndependent, NothingClipped
-from .footprints import check_new_rows, footprints
+from .draws import CallersDraws, Draws
+from .errors import LossIndependent, NothingClipped
+from .footprints import Footprint, check_new_rows, footprints, is_plain
 from .handout import handed_out
-from .ledger import Ledger, check_same_plan
-from .loader import CallersDraws, Draws, private_loader
+from .ledger import Ledger
+from .loader import private_loader
 from .marks import EXAMPLE
 from .methods import Clipped
 from .pending import Handed, Pending
 from .plan import PrivacyPlan
+from .program import leading_to
+from .progress import Progress
 from .randomness import Randomness, named
 from .regularizers import Regularizers
 from .release import check_method, clip
@@ -51,6 +55,9 @@ def _supersede(modules: Sequence[nn.Module]) -> None:
                     "(clipwise.compose adds them up)",
                     stacklevel=3,
                 )
+
+
+_RECENT_ROWS = 64  # inputs of earlier steps that are remembered
 
 
 class PrivateTraining:
@@ -90,7 +97,6 @@ class PrivateTraining:
         self.plan = plan
         self.method = method
         self.own_batches = own_batches
-        self.position = 0  # steps this model has seen; the ledger may know of more, whose results were lost
         self.clipping: Clipping = plan.clipping
         self._modules = as_modules(model, "PrivateTraining")
         self._randomness = named(noise)
@@ -99,15 +105,25 @@ class PrivateTraining:
         self._updates = Updates(self._modules, optimizer, plan, self._randomness, scaler, accumulation_steps, self._before_step)
         plan.clipping.groups(self._updates.names())  # a pattern that fits nothing is refused at once
         how = facts.of_training(plan, self._randomness.name, own_batches, method, self._updates.optimizers, self._updates.parameters())
-        self.ledger = Ledger(plan, ledger, how)
-        self._draws = Draws(plan, Sampler(plan, self._randomness), lambda: self.position, lambda: plan.steps - self._counted())
+        self._progress = Progress(plan, Ledger(plan, ledger, how), repeatable=self._randomness.name == "reproducible")
+        self._draws = Draws(Sampler(plan, self._randomness), self._progress)
         self._held_against = CallersDraws() if own_batches else self._draws
         self._pending = Pending()
+        self._recent: list[Footprint] = []  # rows of the last steps
         self._block = Block(self._modules, fallback=fallback)
         self._closed = False
+        weakref.finalize(self, self._block.remove)  # a training that is gone leaves no mode on
         _trainings.update(dict.fromkeys((m for root in self._modules for m in root.modules()), weakref.ref(self)))
-        if self.ledger.spent:
-            self._align_with_a_pass()
+
+    @property
+    def position(self) -> int:
+        """Steps this model has seen."""
+        return self._progress.position
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released, counted ahead."""
+        return self._progress.ledger
 
     def loader(self, dataset: Any, *, placeholder: bool = True, **options: Any) -> DataLoader[Any]:
         """A DataLoader over one epoch of draws; options as DataLoader's (workers, pinning, collate_fn …).
@@ -115,6 +131,8 @@ class PrivateTraining:
         An empty draw arrives as one placeholder row that counts for nothing, since most models raise on zero rows;
         placeholder=False hands out zero rows.
         """
+        if self.own_batches:
+            raise TypeError("with own_batches=True the caller draws the batches: leave it out to use private.loader")
         return private_loader(self._draws, dataset, placeholder, options)
 
     def loss(self, losses: Tensor) -> Tensor:
@@ -124,13 +142,14 @@ class PrivateTraining:
         """
         if self._closed:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
-        tape = self._block.close()
+        inputs, tape = self._block.inputs, self._block.close()
         if tape is None:
             raise LossIndependent(
                 "no module of this training has run with gradients since the last private.loss.",
-                "Compute new losses from model(x) for every call; not under torch.no_grad(), and not from a copy of the model.",
+                "Compute new losses from model(x) for every call: of the module itself, not by one of its methods, a copy or a compiled "
+                "version of it; not under torch.no_grad().",
             )
-        self._check_budget()
+        self._progress.check_budget()
         check_losses(tape, losses)
         check_deferred(tape, losses)
         if self._pending.stepped:
@@ -139,17 +158,30 @@ class PrivateTraining:
                 "Call step() of every optimizer once for each draw.",
             )
         self._held_against.check_room(self._pending.entries, len(losses))
-        inputs = [t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE]
-        rows = footprints(inputs, len(losses))
-        check_new_rows(rows, self._pending.rows)
+        rows = self._rows(tape, losses, inputs)
         counts = not self._held_against.is_placeholder
         with self._block.asleep():
             clipped = clip(tape, losses, self.clipping, self.method) if counts else self._nothing(tape, losses)
         parameters = tape.marks.trainable()
         with tape.pause():
             value = clipped.value(losses)
-            handed = Handed(len(losses), [parameters[name] for name in clipped.sums], clipped, rows, counts)
+            handed = Handed(len(losses), [parameters[name] for name in clipped.sums], clipped, rows, counts, self.position)
         return handed_out(value, clipped.sums, parameters, lambda grad, added: self._receive(handed, grad, added))
+
+    def _rows(self, tape: Tape, losses: Tensor, inputs: list[Footprint]) -> list[Footprint]:
+        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw."""
+        calls = leading_to(list(tape.program), [losses])
+        tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
+        draw = self._held_against.current
+        examples = [
+            t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE
+        ]
+        rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
+        if draw is not None:
+            self._held_against.check_memory({StorageWeakRef(t.untyped_storage()) for t in tensors if is_plain(t)})
+            rows += footprints(tensors, len(losses), draw.storages)
+        check_new_rows(rows, [*self._pending.rows, *self._recent])
+        return rows
 
     def _nothing(self, tape: Tape, losses: Tensor) -> Clipped:
         """The placeholder of an empty draw: weight zero."""
@@ -162,46 +194,44 @@ class PrivateTraining:
         """The private loss is being back-propagated."""
         if handed.done:
             raise NothingClipped("the private loss was back-propagated twice.", "Call backward() once for each private.loss.")
+        if handed.position != self.position:
+            raise NothingClipped(
+                "this private loss was computed before the last step.",
+                "Call backward() before step(): its gradient was clipped for that step.",
+            )
         self._held_against.check_room(self._pending.entries, handed.entries)
-        check_new_rows(handed.rows, self._pending.rows)
+        check_new_rows(handed.rows, [*self._pending.rows, *self._recent])
         self._updates.about_to_add(handed.parameters, added, grad)
         self._pending.add(handed)
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """The hook of optimizer.step(): everything is checked, then counted, then released."""
         pending = self._pending
+        if (number in pending.stepped or not pending.handed) and self._updates.is_still_under_way(number):
+            return
         if number in pending.stepped or not pending.handed:
             raise NothingClipped(
                 "step() with nothing clipped: no private loss was back-propagated since the last step.",
                 "private.loss(losses).backward() comes before optimizer.step(); an empty draw is a step too.",
             )
         if not pending.stepped:
-            self._check_budget()
+            self._progress.check_budget()
             self._held_against.check_complete(pending.entries)
             self._updates.check()
             self._regularizers.evaluate()
-            self.ledger.count(self.position + 1 if self._randomness.name == "reproducible" else None)
+            self._progress.count(self._held_against.current)
         self._updates.release(number, optimizer, pending.sums, self._regularizers.gradients, self.clipping.sensitivity, self.position)
         pending.stepped.add(number)
         if len(pending.stepped) == len(self._updates.optimizers):
             self._finish_step()
 
-    def _check_budget(self) -> None:
-        if self._counted() >= self.plan.steps:
-            raise BudgetSpent(
-                f"all {self.plan.steps} steps of the plan are spent.",
-                "Stop here. A longer training needs a plan for it, made before it begins.",
-            )
-
-    def _counted(self) -> int:
-        """Steps that count against the plan. A reproducible step that is repeated releases the same numbers again: nothing new."""
-        return self.position if self._randomness.name == "reproducible" else self.ledger.spent
-
     def _finish_step(self) -> None:
         if isinstance(self.plan.clipping, Adaptive):
             self.clipping = self._updates.moved_bound(self.plan.clipping, self.clipping.sensitivity, self._pending, self.position)
-        self._held_against.consume()
-        self.position += 1
+        draw = self._held_against.consume()
+        self._progress.advance(draw)
+        if draw is not None:
+            self._recent = [*self._recent, *self._pending.rows][-_RECENT_ROWS:]
         self._pending = Pending()
         self._updates.forget()
 
@@ -215,10 +245,14 @@ class PrivateTraining:
     def discard(self, *, draw: bool = False) -> None:
         """Forget the losses since the last step, after an exception say; with draw=True also the draw they were for. Clear p.grad yourself."""
         self._block.close()
+        if self._pending.stepped:  # a part of it was released
+            self._finish_step()
+            return
         self._pending = Pending()
         self._updates.forget()
-        if draw:
-            self._held_against.consume()
+        given_up = self._held_against.consume() if draw else None
+        if given_up is not None:
+            self._progress.move_past(given_up)
 
     @property
     def nonfinite(self) -> int:
@@ -231,30 +265,15 @@ class PrivateTraining:
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, count and clipping bound: what a resumed run needs. Never the state of a generator, which would predict noise to come."""
-        return {
-            "plan": self.plan.to_dict(), "spent": self.ledger.spent, "position": self.position, "bound": self.clipping.sensitivity,
-        }  # fmt: skip
+        return {**self._progress.state(), "bound": self.clipping.sensitivity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Every step that was ever released stays counted, also those the checkpoint does not know of."""
-        try:
-            plan, spent, position, bound = PrivacyPlan.from_dict(state["plan"]), int(state["spent"]), int(state["position"]), state["bound"]
-        except (KeyError, TypeError) as error:
-            raise BadLedger(f"this is no state of a PrivateTraining ({error}).", "Save private.state_dict().") from None
-        check_same_plan(plan, self.plan, "the checkpoint")
+        self._progress.check_state(state)
         self.discard(draw=True)
-        self.position = position
-        self.ledger.raise_to(max(spent, self.ledger.spent))
+        self._progress.load(state)
         if isinstance(self.plan.clipping, Adaptive):
-            self.clipping = self.plan.clipping.at(float(bound))
-        self._align_with_a_pass()
-
-    def _align_with_a_pass(self) -> None:
-        """A shuffled pass whose order is lost begins anew, so the interrupted one counts whole."""
-        if self.plan.sampler == "shuffle" and self._randomness.name != "reproducible":
-            length = self.plan.mechanism.steps_in_a_pass
-            self.ledger.raise_to(-(-self.ledger.spent // length) * length)
-            self.position = -(-self.position // length) * length
+            self.clipping = self.plan.clipping.at(float(state["bound"]))
 
     def report(self) -> Any:
         """The privacy statement of this training: report.markdown(), .json(), .plot(path), .save(folder)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,12 @@ class Updates:
         self._accumulation_steps = accumulation_steps
         self._witness = Witness(self.name_of)
         self._scales: list[Tensor] = []  # gradients with which private losses were back-propagated, not yet looked at
+        for name, parameter in ((n, p) for module in modules for n, p in module.named_parameters()):
+            if nn.parameter.is_lazy(parameter):
+                raise UnhookedParameter(
+                    f"{name} has no shape yet: its module is lazy.", "Run the model once, then make optimizer and training."
+                )
+        self._released: dict[int, list[tuple[Any, Any, int, int]]] = {}
         self.check_coverage()
         self._handles = [one.register_step_pre_hook(_hook(number, before_step)) for number, one in enumerate(self.optimizers)]
 
@@ -87,15 +94,15 @@ class Updates:
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
         """A private loss is back-propagated with `grad`, and will add these gradients to those of the parameters."""
-        self._witness.about_to_add(parameters, gradients)
-        self._scales.append(grad.detach())
         if grad.device.type == "cpu":
-            self._check_scales()
+            self._check_scales([grad.detach()])
+        else:
+            self._scales.append(grad.detach())
+        self._witness.about_to_add(parameters, gradients)
 
-    def _check_scales(self) -> None:
+    def _check_scales(self, scales: list[Tensor]) -> None:
         """The factor must be one, 1/k as declared, or either times the scaler's scale. (On a GPU this waits for the backward pass.)"""
-        factors = torch.stack([scale.float() for scale in self._scales]).tolist() if self._scales else []
-        self._scales.clear()
+        factors = torch.stack([scale.float() for scale in scales]).tolist() if scales else []
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         allowed = {scale, scale / self._accumulation_steps}
         for factor in factors:
@@ -108,8 +115,13 @@ class Updates:
 
     def check(self) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
-        self._witness.check(self.check_coverage(), unscaled=self._scaler is not None)
-        self._check_scales()
+        self._witness.check(self.check_coverage(), unscaled=self._is_unscaled())
+        self._check_scales(self._scales)
+
+    def _is_unscaled(self) -> bool:
+        """Whether the scaler has written to p.grad: it divides before the step, unless a fused optimizer does that itself."""
+        states = getattr(self._scaler, "_per_optimizer_states", {})
+        return any(states[id(one)]["stage"].name == "UNSCALED" for one in self.optimizers if id(one) in states)
 
     def release(
         self, number: int, optimizer: torch.optim.Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
@@ -124,6 +136,9 @@ class Updates:
         for parameter, grad in zip(parameters, found):
             penalty = penalties.get(id(parameter))
             parameter.grad = grad if penalty is None else grad + penalty
+        self._released[number] = [
+            (weakref.ref(p), weakref.ref(p.grad), p._version, p.grad._version) for p in parameters if p.grad is not None
+        ]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
@@ -132,6 +147,21 @@ class Updates:
                 group["noise_variance"] = (deviation / self._plan.batch_size) ** 2
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer would divide by the scale inside its kernel
             optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def is_still_under_way(self, number: int) -> bool:
+        """Whether the release lies untouched and no weight has moved since: an optimizer that calls its parent's step() asks twice."""
+        released = self._released.get(number, [])
+        for parameter_ref, grad_ref, version, grad_version in released:
+            parameter, grad = parameter_ref(), grad_ref()
+            if (
+                parameter is None
+                or grad is None
+                or parameter.grad is not grad
+                or parameter._version != version
+                or grad._version != grad_version
+            ):
+                return False
+        return bool(released)
 
     def moved_bound(self, clipping: Adaptive, bound: float, pending: Pending, step: int) -> Clipping:
         """The clipping of the next step, from the noised count of examples that lay within the bound."""

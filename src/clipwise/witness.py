@@ -41,14 +41,16 @@ class Witness:
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
         """A backward pass of ours is about to add these gradients to those of the parameters."""
-        for parameter, ours in zip(parameters, gradients):
+        pairs = list(zip(parameters, gradients))
+        for parameter, _ in pairs:
             seen = self._seen.get(id(parameter))
-            if seen is None:
-                seen = self._seen[id(parameter)] = self._first_sight(parameter)
-                seen.first = ours.data_ptr()
-            elif not self._is_as_left(parameter, seen, extra=0):
+            if seen is not None and not self._is_as_left(parameter, seen, extra=0):
                 raise self._refusal(parameter)
-            seen.ours += 1
+        for parameter, ours in pairs:
+            if id(parameter) not in self._seen:
+                self._seen[id(parameter)] = self._first_sight(parameter)
+                self._seen[id(parameter)].first = ours.data_ptr()
+            self._seen[id(parameter)].ours += 1
 
     def _first_sight(self, parameter: Tensor) -> _Seen:
         grad = parameter.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def add_to(commands: Any) -> None:
 
 def _calibrate(options: Any) -> None:
     epochs = options.epochs
-    if epochs is not None and epochs == int(epochs):
+    if epochs is not None and math.isfinite(epochs) and epochs == int(epochs):
         epochs = int(epochs)
     plan = PrivacyPlan.calibrate(
         epsilon=options.epsilon, delta=options.delta, dataset_size=options.dataset_size, batch_size=options.batch_size, epochs=epochs,
@@ -92,18 +93,18 @@ def _calibrate(options: Any) -> None:
         print(f"plan written to   {options.out}")
 
 
-def _plan_and_steps(path: Path) -> tuple[PrivacyPlan, int | None]:
-    """A ledger's plan and count, or a plan without a count."""
+def _plan_and_steps(path: Path) -> tuple[PrivacyPlan, int | None, dict[str, Any]]:
+    """A ledger's plan, count and facts, or a plan without a count."""
     try:
         record = read(path)
     except BadLedger as not_a_ledger:
         try:
-            return PrivacyPlan.load(path), None
+            return PrivacyPlan.load(path), None, {}
         except BadPlan as not_a_plan:
             raise (not_a_ledger if path.suffix != ".json" else not_a_plan) from None
         except FileNotFoundError:
             raise not_a_ledger from None
-    return record.plan, record.spent
+    return record.plan, record.spent, record.facts
 
 
 def _spent(options: Any) -> None:
@@ -111,11 +112,18 @@ def _spent(options: Any) -> None:
     if options.steps is not None and (len(found) > 1 or found[0][1] is not None):
         raise ValueError("--steps goes with a single plan: a ledger knows its own count")
     if len(found) == 1:
-        plan, steps = found[0]
+        plan, steps, _ = found[0]
         budget = plan.budget(steps if steps is not None else options.steps)
     else:
-        budget = compose([(plan, plan.steps if steps is None else steps) for plan, steps in found])
-    print(json.dumps(asdict(budget), ensure_ascii=False) if options.json else budget)
+        budget = compose([(plan, plan.steps if steps is None else steps) for plan, steps, _ in found])
+    void = any(facts.get("noise") == "reproducible" for _, _, facts in found)
+    on_their_word = any(facts.get("batches") == "caller" for _, _, facts in found)
+    if options.json:
+        print(json.dumps({**asdict(budget), "void": void, "callers_word": on_their_word}, ensure_ascii=False))
+        return
+    print(f"VOID, the noise was reproducible and protects nobody: {budget}" if void else budget)
+    if on_their_word:
+        print("the caller drew the batches and gives their word for the sampling")
 
 
 def _report(options: Any) -> None:

@@ -1,0 +1,171 @@
+"""clipwise train: what it leaves behind, how it stops and goes on, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import clipwise as cw
+from clipwise.cli import main
+from clipwise.data import Examples
+from clipwise.data import catalog as catalogs
+from clipwise.models.zoo import NAMES, build
+from clipwise.runs import PRESETS, TrainJob, run
+
+FILES = {
+    "checkpoint.pt",
+    "ledger",
+    "plan.json",
+    "config.json",
+    "curve.csv",
+    "curve.png",
+    "privacy_report.md",
+    "privacy_report.json",
+    "privacy_report.png",
+}
+
+
+@pytest.fixture(autouse=True)
+def few_images(monkeypatch):
+    """The embedded data, cut down."""
+    real = catalogs.fashion_mnist
+
+    def few(*, train):
+        images = real(train=train)
+        return Examples(images.inputs[:200], images.labels[:200])
+
+    monkeypatch.setattr(catalogs, "fashion_mnist", few)
+
+
+SMALL = ["--model", "mlp", "--batch-size", "50", "--epochs", "2", "--delta", "1e-3", "--epsilon", "8"]
+
+
+def test_a_whole_training(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", *SMALL, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "200 private examples, 200 held out and declared public" in printed and "finished: ε = " in printed and "PRIVATE" not in printed
+    assert {path.name for path in out.iterdir()} >= FILES
+    rows = (out / "curve.csv").read_text().splitlines()
+    assert rows[0] == "step,epsilon,public_accuracy" and len(rows) == 3 and rows[2].startswith("8,")
+    assert cw.PrivacyPlan.load(out / "plan.json").budget().epsilon <= 8
+    assert json.loads((out / "config.json").read_text())["model"] == "mlp"
+    with pytest.raises(cw.BadLedger, match="holds a training already"):
+        run(TrainJob(), out)
+
+
+def test_json_and_private_accuracy(tmp_path, capsys):
+    assert main(["train", *SMALL, "--out", str(tmp_path / "run"), "--json", "--private-accuracy"]) == 0
+    printed = capsys.readouterr()
+    values = json.loads(printed.out)
+    assert values["finished"] and values["budget"]["steps"] == 8 and 0 <= values["public_accuracy"] <= 1
+    assert "PRIVATE training accuracy" in printed.err
+
+
+def test_ctrl_c_stops_cleanly_and_can_be_resumed(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "clipwise", "train", "--model", "mlp", "--batch-size", "100", "--epochs", "40", "--out", str(out)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for _ in range(600):
+        if (out / "checkpoint.pt").exists():
+            break
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    printed = child.communicate(timeout=120)[0]
+    assert child.returncode == 130 and "stopped; go on with --resume" in printed, printed
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["private"]
+    assert 0 < state["position"] == state["spent"] < 4000
+    assert "BudgetSpent" not in printed
+
+
+def test_resume(tmp_path, capsys):
+    out = tmp_path / "run"
+    asked = []
+    job = TrainJob(model="mlp", batch_size=50, epochs=4, delta=1e-3, epsilon=8.0)
+
+    def stop(step, steps, note):
+        if step == 6 and not asked:
+            asked.append(step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = run(job, out, show=stop, say=lambda text: None)
+    assert not first.finished and first.budget.steps == 6
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert "resumed after 6 steps; 6 are counted" in capsys.readouterr().out
+    assert json.loads((out / "privacy_report.json").read_text())["budget"]["steps"] == 16
+    assert main(["train", "--resume", "--epsilon", "9", "--out", str(out)]) == 1
+    assert "goes on with the settings in --out" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    from clipwise import files
+
+    target = tmp_path / "checkpoint.pt"
+    files.write_whole(target, b"whole")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        files.write_whole(target, b"half")
+    assert target.read_bytes() == b"whole" and os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
+def test_settings_from_a_file(tmp_path, suffix, capsys):
+    if suffix == "yaml":
+        pytest.importorskip("yaml")
+    path = tmp_path / f"job.{suffix}"
+    texts = {
+        "toml": 'model = "mlp"\nbatch-size = 50\nepochs = 1\ndelta = 1e-3\n',
+        "json": '{"model": "mlp", "batch_size": 50, "epochs": 1, "delta": 1e-3}',
+        "yaml": "model: mlp\nbatch-size: 50\nepochs: 1\ndelta: 0.001\n",
+    }
+    path.write_text(texts[suffix])
+    assert main(["train", "--config", str(path), "--epsilon", "8", "--out", str(tmp_path / "run")]) == 0
+    path.write_text(texts[suffix].replace("epochs", "epoch"))
+    assert main(["train", "--config", str(path), "--out", str(tmp_path / "other")]) == 1
+    assert "Did you mean 'epochs'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "cnm"], "Did you mean 'cnn'?"),
+        (["--data", "mnits"], "Did you mean 'mnist'?"),
+        (["--data", "mnist", "--data-folder", "/nowhere"], "clipwise data fetch mnist"),
+        (["--model", "transformer"], "the transformer is for text"),
+        (["--model", "resnet18"], "three channels"),
+        (["--compile"], "not available yet"),
+        (["--resume"], "nothing to resume"),
+        (["--config", "/nowhere.toml"], "No such file"),
+    ],
+)
+def test_refusals(tmp_path, capsys, arguments, message):
+    assert main(["train", *arguments, "--out", str(tmp_path / "run")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "ledger").exists()
+
+
+def test_presets_are_complete():
+    for name, settings in PRESETS.items():
+        job = TrainJob().changed(settings)
+        assert job.model in NAMES, name
+    assert TrainJob().changed(PRESETS["paper-mnist-cnn"]).lr == 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("resnet", "vgg"))])
+def test_models_by_name(name):
+    data = catalogs.load("synthetic-imdb" if name == "transformer" else "synthetic-cifar10", limit=4)
+    assert build(name, data)(data.train.inputs).shape == (4, data.classes)
+
+
+def test_data_command(capsys):
+    assert main(["data", "list"]) == 0
+    assert "fashion-mnist" in capsys.readouterr().out
+    assert main(["data", "list", "--json"]) == 0
+    assert "mnist" in json.loads(capsys.readouterr().out)
+    assert main(["data", "fetch"]) == 1
+    assert "which data set?" in capsys.readouterr().err
