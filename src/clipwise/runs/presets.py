@@ -18,6 +18,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Tanh networks and large batches (Papernot et al. 2021; Tramèr & Boneh 2021).
     "mnist": dict(data="mnist", model="tanh-cnn", epsilon=3.0, delta=1e-5, epochs=40, batch_size=2048, clip=0.1, lr=2.0, optimizer="sgd"),
     "fashion-mnist": dict(data="fashion-mnist", model="tanh-cnn", epsilon=3.0, delta=1e-5, epochs=40, batch_size=2048, clip=0.1, lr=4.0, optimizer="sgd"),
-    "cifar10": dict(data="cifar10", model="tanh-vgg", epsilon=7.5, delta=1e-5, epochs=60, batch_size=4096, clip=0.1, lr=4.0, optimizer="sgd"),
+    "cifar10": dict(data="cifar10", model="tanh-vgg", epsilon=7.5, delta=1e-5, epochs=60, batch_size=4096, clip=0.1, lr=8.0, optimizer="sgd", microbatch=1024),
     "imdb": dict(data="imdb", model="transformer", epsilon=3.0, delta=1e-5, epochs=10, batch_size=512, clip=0.5, lr=2e-3, optimizer="adam"),
 }  # fmt: skip
