@@ -236,3 +236,21 @@ def test_find_root(target, start, power):
 
     found = find_root(function, target, start)
     assert found in calls and target * (1 - 3e-3) <= found**-power <= target
+
+
+def test_millions_of_steps():
+    """PLD would take minutes: RDP answers, and where there is none, a message."""
+    common = dict(epsilon=0.5, delta=1e-6, dataset_size=10**6, batch_size=16, clipping=cw.flat(1.0))
+    longest = cw.PrivacyPlan.calibrate(noise_multiplier=1.1, **common)
+    assert longest.steps > 10**7 and 0.495 <= longest.budget().epsilon <= 0.5 and longest.budget().accountant == "RDP"
+    quiet = cw.PrivacyPlan.calibrate(steps=5 * 10**6, **common)
+    assert 0.495 <= quiet.budget().epsilon <= 0.5
+    with pytest.raises(cw.BadPlan, match="too many for the only accountant"):
+        cw.PrivacyPlan.calibrate(steps=5 * 10**6, relation="replace_one", **common)
+
+
+def test_a_cap_bounds_the_batch_size_that_is_sought():
+    found = cw.PrivacyPlan.calibrate(
+        epsilon=8, delta=1e-5, dataset_size=60_000, max_batch_size=300, noise_multiplier=1.0, epochs=1, sampler="truncated_poisson", clipping=cw.flat(1.0)
+    )  # fmt: skip
+    assert found.batch_size <= found.max_batch_size == 300 and found.budget().epsilon <= 8

@@ -25,6 +25,7 @@ _SETTLED = 5e-3  # ε that moves by less than this share is fine enough
 _MOST_CELLS = 3e6  # … of a composed distribution, and
 _MOST_CELLS_IN_ONE_STEP = 3e5  # … of a single step's
 _QUICKER = 0.2  # the share of them that a search allows itself
+MOST_STEPS = 2e6  # the library's composition takes seconds a million
 _HOPELESS_CELLS = 2e7  # so many on the coarsest grid mean an ε in the tens of thousands: nobody needs another digit
 _USUAL_SLOPE = -1.3  # d ln ε / d ln z around ε = 3
 _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING = 4e-9, 2.0**-51  # that a composed δ may be off by, for each step
@@ -86,7 +87,7 @@ def rdp_epsilon(parts: Sequence[Part], delta: float, *, classic: bool = False) -
 
 def pld_epsilon(parts: Sequence[Part], delta: float, *, grid: float | None = None) -> float:
     """From privacy loss distributions, on `grid` or on one that is fine enough. Infinite where that cannot be held in memory."""
-    if _is_hopeless(parts):
+    if is_hopeless(parts):
         return math.inf
     if grid is not None:
         return _pld_on_grid(parts, delta, grid)[0]
@@ -98,6 +99,8 @@ def settled_grid(parts: Sequence[Part], delta: float, *, guess: bool = False, fi
 
     With `guess`, a hundredth of the last move is taken for what the next one would bring (the error goes with the grid's square).
     """
+    if is_hopeless(parts):
+        return math.inf, COARSEST
     grid, patience = COARSEST, 10 / _QUICKER if guess else 10
     best, cells, step_cells = _pld_on_grid(parts, delta, grid)
     while grid > finest * 1.01 and patience * cells <= _MOST_CELLS and patience * step_cells <= _MOST_CELLS_IN_ONE_STEP:
@@ -112,6 +115,8 @@ def settled_grid(parts: Sequence[Part], delta: float, *, guess: bool = False, fi
 
 def is_quick(parts: Sequence[Part], delta: float, grid: float) -> bool:
     """Whether a search may use this grid: told from a coarser one."""
+    if is_hopeless(parts):
+        return False
     _, cells, step_cells = _pld_on_grid(parts, delta, 10 * grid)
     return 10 * cells <= _QUICKER * _MOST_CELLS and 10 * step_cells <= _QUICKER * _MOST_CELLS_IN_ONE_STEP
 
@@ -120,7 +125,7 @@ def curve(parts: Sequence[Part], delta: float, accountant: str, points: int = 16
     """(steps, ε) from none to all of a single part, on one grid; for a picture."""
     [(mechanism, steps)] = parts
     found = [(0, 0.0)]
-    use_pld = accountant in ("auto", "pld") and "pld" in mechanism.accountants and not _is_hopeless(parts)
+    use_pld = accountant in ("auto", "pld") and "pld" in mechanism.accountants and not is_hopeless(parts)
     grid = settled_grid(parts, delta, guess=True)[1] if use_pld else None
     for point in sorted({max(1, round(steps * (k / points) ** 1.5)) for k in range(1, points)}):
         part = [(mechanism, point)]
@@ -164,8 +169,10 @@ def _without_idle_caps(parts: Sequence[Part], delta: float) -> tuple[list[Part],
     return lean, delta
 
 
-def _is_hopeless(parts: Sequence[Part]) -> bool:
-    return sum(_mean_loss(*part) for part in parts) / COARSEST > _HOPELESS_CELLS
+def is_hopeless(parts: Sequence[Part]) -> bool:
+    """Whether PLD would take minutes, or more memory than there is."""
+    steps = sum(mechanism.releases(count) for mechanism, count in parts if mechanism.sampler != "shuffle")
+    return steps > MOST_STEPS or sum(_mean_loss(*part) for part in parts) / COARSEST > _HOPELESS_CELLS
 
 
 def _mean_loss(mechanism: Mechanism, steps: int) -> float:

@@ -7,7 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .accounting import COARSEST, Part, epsilon, find_root, is_quick, pld_epsilon, rdp_epsilon, require_dp_accounting, settled_grid
+from .accounting import (
+    COARSEST,
+    MOST_STEPS,
+    Part,
+    epsilon,
+    find_root,
+    is_hopeless,
+    is_quick,
+    pld_epsilon,
+    rdp_epsilon,
+    require_dp_accounting,
+    settled_grid,
+)
 from .errors import BadPlan
 
 if TYPE_CHECKING:
@@ -27,11 +39,24 @@ def noise(cls: type[PrivacyPlan], target: float, fields: dict[str, Any]) -> Priv
         return [(replace(plan.mechanism, noise_multiplier=z), plan.steps)]
 
     found = _find(lambda z: _rough(part(z), plan.delta, plan.accountant), target, start=1.0)
-    if "pld" in plan.mechanism.accountants and plan.accountant in ("auto", "pld"):
+    if _uses_pld(plan) and not is_hopeless(part(found)):
         found, grid = _refined(part, plan.delta, target, found)
         while settled_grid(part(found), plan.delta, finest=grid)[0] > target:  # `budget` may settle on a coarser grid
             found *= 1.002
+    elif not _uses_rdp(plan):
+        raise BadPlan(
+            f"{plan.steps} steps are too many for the only accountant of {plan.sampler} sampling under {plan.relation}.",
+            f"Take at most {int(MOST_STEPS)} steps, or another sampler.",
+        )
     return cls(**(fields | {"noise_multiplier": math.ceil(found * 1e6) / 1e6}))
+
+
+def _uses_pld(plan: PrivacyPlan) -> bool:
+    return "pld" in plan.mechanism.accountants and plan.accountant in ("auto", "pld")
+
+
+def _uses_rdp(plan: PrivacyPlan) -> bool:
+    return "rdp" in plan.mechanism.accountants and plan.accountant != "pld"
 
 
 def _refined(part: Callable[[float], list[Part]], delta: float, target: float, found: float) -> tuple[float, float]:
@@ -100,16 +125,21 @@ def _largest(part: Callable[[int], Part], plan: PrivacyPlan, target: float, too_
     def exact(count: int) -> float:
         if count not in known:
             parts = [part(count)]
-            known[count] = pld_epsilon(parts, plan.delta, grid=grids[0]) if grids else epsilon(parts, plan.delta, plan.accountant)[0]
+            found = [pld_epsilon(parts, plan.delta, grid=grids[0])] if grids else []
+            if _uses_rdp(plan):
+                found.append(rdp_epsilon(parts, plan.delta, classic=plan.accountant == "rdp_classic"))
+            known[count] = min(found)
         return known[count]
 
     def search(function: Callable[[int], float], start: float) -> int:
         return _whole(find_root(lambda x: function(_whole(x)), target, start))
 
-    if _rough([part(1)], plan.delta, plan.accountant) > target and exact(1) > target:
+    if _rough([part(1)], plan.delta, plan.accountant) > target and epsilon([part(1)], plan.delta, plan.accountant)[0] > target:
         raise BadPlan(f"{too_much} more than ε = {target:g}.", "Use more noise, or fewer or smaller draws.")
     near = search(lambda count: _rough([part(count)], plan.delta, plan.accountant) if count > 1 else 0.0, 1e-2)
-    if "pld" in plan.mechanism.accountants and plan.accountant in ("auto", "pld"):
+    if _uses_pld(plan):
+        while is_hopeless([part(near)]) and near > 1:
+            near //= 2
         grids.append(settled_grid([part(near)], plan.delta, guess=True)[1])
     return search(lambda count: exact(count) if count > 1 else 0.0, 1 / near)
 
