@@ -213,6 +213,17 @@ def test_loader_processes_do_not_hold_the_ledger(tmp_path):
     assert done == 1
 
 
+def test_a_training_that_is_gone_leaves_its_ledger_to_others(tmp_path):
+    import gc
+
+    def work():
+        training(seed=None, ledger=tmp_path / "ledger")
+
+    work()
+    gc.collect()
+    training(seed=None, ledger=tmp_path / "ledger")[0].close()
+
+
 def test_two_that_start_at_once_lose_no_count(tmp_path, monkeypatch):
     """The lock comes before the reading."""
     path = tmp_path / "ledger"

@@ -112,7 +112,8 @@ class PrivateTraining:
         self._recent: list[Footprint] = []  # rows of the last steps
         self._block = Block(self._modules, fallback=fallback)
         self._closed = False
-        weakref.finalize(self, self._block.remove)  # a training that is gone leaves no mode on
+        weakref.finalize(self, self._block.remove)  # a training that is gone leaves no mode on, and its ledger to others
+        weakref.finalize(self, self.ledger.close)
         _trainings.update(dict.fromkeys((m for root in self._modules for m in root.modules()), weakref.ref(self)))
 
     @property
