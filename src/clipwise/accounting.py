@@ -191,7 +191,7 @@ def find_root(function: Callable[[float], float], target: float, start: float, *
     What is returned was evaluated and met the target. Steps are secants of ln function over ln x, kept inside a bracket.
     """
     good, bad = math.inf, -math.inf  # ln x of the smallest that met the target, and of the largest that did not
-    seen: list[tuple[float, float]] = []  # (ln x, ln function − ln target)
+    last: tuple[float, float] | None = None  # (ln x, ln function − ln target)
     x, slope = math.log(start), _USUAL_SLOPE
     for _ in range(80):
         value = function(math.exp(x))
@@ -199,9 +199,9 @@ def find_root(function: Callable[[float], float], target: float, start: float, *
         good, bad = (min(good, x), bad) if gap <= 0 else (good, max(bad, x))
         if (gap <= 0 and gap >= -tolerance) or good - bad < tolerance / 8:
             break
-        if seen and math.isfinite(gap + seen[-1][1]) and x != seen[-1][0]:
-            slope = min(-0.05, (gap - seen[-1][1]) / (x - seen[-1][0]))
-        seen.append((x, gap))
+        if last is not None and math.isfinite(gap + last[1]) and x != last[0]:
+            slope = min(-0.05, (gap - last[1]) / (x - last[0]))
+        last = x, gap
         x += max(-1.0, min(1.0, (gap + tolerance / 2) / -slope)) if math.isfinite(gap) else 1.0
         if not bad < x < good:
             x = (bad + good) / 2 if math.isfinite(bad + good) else x

@@ -35,7 +35,7 @@ class Block:
         hooks = []
         for root in self.modules:
             for module in root.modules():
-                hooks.append(module.register_forward_pre_hook(_Opening(self), prepend=True))
+                hooks.append(module.register_forward_pre_hook(_Hook(self.open), prepend=True))
             hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
         self._hooks = hooks
 
@@ -109,8 +109,3 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Opening(_Hook):
-    def __init__(self, block: Block):
-        super().__init__(block.open)

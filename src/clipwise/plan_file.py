@@ -11,6 +11,7 @@ from .adaptive import Adaptive
 from .clipping import Automatic, Clipping, Flat, PerGroup, PerLayer
 from .errors import BadPlan
 from .files import write_whole
+from .hints import did_you_mean
 
 if TYPE_CHECKING:
     from .plan import PrivacyPlan
@@ -75,10 +76,6 @@ def load(cls: type[PrivacyPlan], path: str | Path) -> PrivacyPlan:
 
 
 def _refuse_unknown(values: dict[str, Any], known: list[str], what: str) -> None:
-    import difflib
-
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(known)}."
-            raise BadPlan(f"{what} has no field {name!r}.", hint)
+            raise BadPlan(f"{what} has no field {name!r}.", did_you_mean(name, known, f"The fields are {', '.join(known)}."))

@@ -17,7 +17,7 @@ from ..errors import BadData
 from .catalog import default_folder
 from .download import Progress, download
 from .files import decompressed
-from .sources import SOURCES, Archive, Files, Package, Source, Way
+from .sources import SOURCES, Archive, Files, Package, Way
 
 Say = Callable[[str], None]
 
@@ -114,6 +114,3 @@ def _agrees(path: Path, checksum: str) -> bool:
 
 def _is_complete(place: Path, files: dict[str, str]) -> bool:
     return bool(files) and all(_agrees(place / name, checksum) for name, checksum in files.items())
-
-
-__all__ = ["SOURCES", "Source", "fetch"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from ..files import write_whole
 from ..plan import PrivacyPlan
+from ..plots import new_figure, save_figure
 
 
 class Curve:
@@ -37,11 +37,7 @@ class Curve:
         return [self.folder / "curve.csv", self.folder / "curve.png"]
 
     def _plot(self, plan: PrivacyPlan) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4.2), dpi=140, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure()
         left = figure.add_subplot()
         right = left.twinx()
         steps = [row[0] for row in self.rows]
@@ -56,6 +52,4 @@ class Curve:
         left.set_title(f"{plan.sampler.replace('_', ' ')} sampling, {plan.batch_size} of {plan.dataset_size} a step", fontsize=11)
         left.grid(alpha=0.3)
         left.legend(handles=[accuracy, epsilon], loc="lower right")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        write_whole(self.folder / "curve.png", buffer.getvalue())
+        save_figure(figure, self.folder / "curve.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ..data import NAMES as DATA
 from ..errors import BadPlan
+from ..hints import did_you_mean
 from ..models.zoo import NAMES as MODELS
 from ..release import check_method
 
@@ -48,9 +48,7 @@ class TrainJob:
             ("data", base, DATA), ("model", self.model, MODELS), ("optimizer", self.optimizer, OPTIMIZERS), ("precision", self.precision, PRECISIONS),
         ):  # fmt: skip
             if value not in choices:
-                near = difflib.get_close_matches(value, choices, 1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(choices)}."
-                raise BadPlan(f"there is no {what} {value!r}.", hint)
+                raise BadPlan(f"there is no {what} {value!r}.", did_you_mean(value, choices, f"Choose one of {', '.join(choices)}."))
         check_method(self.method)
 
     def changed(self, values: dict[str, Any]) -> TrainJob:
@@ -58,10 +56,7 @@ class TrainJob:
         known = [field.name for field in fields(self)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise BadPlan(
-                    f"a training has no setting {name!r}.", f"Did you mean {near[0]!r}?" if near else f"Settings: {', '.join(known)}."
-                )
+                raise BadPlan(f"a training has no setting {name!r}.", did_you_mean(name, known, f"Settings: {', '.join(known)}."))
         return replace(self, **values)
 
     def to_json(self) -> str:

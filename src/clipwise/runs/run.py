@@ -80,7 +80,7 @@ def run(
     job: TrainJob, out: Path, *, resume: bool = False, show: Show = lambda *_: None, say: Say = print, private_accuracy: bool = False
 ) -> Outcome:
     """Train and write checkpoint.pt, ledger, plan.json, config.json, curve.csv, curve.png and the privacy report into `out`."""
-    _prepare(out, job, resume)
+    _prepare(out, resume)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if job.device == "auto" else job.device)
     data = load(job.data, job.data_folder, glove=job.glove)
     plan = PrivacyPlan.load(out / "plan.json") if resume else make_plan(job, len(data.train.labels))
@@ -147,7 +147,7 @@ def accuracy_of(model: nn.Module, examples: Examples, device: torch.device, size
     return right / len(examples.labels)
 
 
-def _prepare(out: Path, job: TrainJob, resume: bool) -> None:
+def _prepare(out: Path, resume: bool) -> None:
     if resume and not (out / "checkpoint.pt").exists():
         raise BadLedger(f"there is nothing to resume in {out}.", "Leave out --resume to begin.")
     if not resume and (out / "ledger").exists():
