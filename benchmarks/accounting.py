@@ -18,9 +18,10 @@ import torch
 import clipwise as cw
 from clipwise.accounting import require_dp_accounting
 from clipwise.ledger import Ledger
+from clipwise.machine import machine
 from clipwise.randomness import Fast, Secure
 from clipwise.sampling import Sampler
-from report import machine, write_results
+from report import write_results
 
 ROWS: dict[str, dict[str, Any]] = {
     "poisson": {},

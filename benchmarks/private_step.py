@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import clipwise as cw
-from report import machine, write_results
+from clipwise.machine import machine
+from report import write_results
 from wall_clock import CASES, DEVICE, WARM_UP, Case, losses_of, step
 
 

@@ -1,37 +1,16 @@
-"""Where a number came from: the machine, the versions, the day. Results lie in benchmarks/results/."""
+"""Results of the scripts here lie in benchmarks/results/, with the day and the machine."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def machine() -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "gpu": gpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:

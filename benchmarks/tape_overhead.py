@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from report import machine, write_results
+from clipwise.machine import machine
+from report import write_results
 
 CALLS = 200
 REPEATS = 60

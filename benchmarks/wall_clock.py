@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
+from clipwise.machine import machine
 from clipwise.models import cnn, mlp
 from flops import OverRows, Transformer
-from report import machine, write_results
+from report import write_results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP = 3

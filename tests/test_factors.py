@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.factors import Convolution, Dense, Diagonal, FactorSum, Geometry, Outer, Placed, Rows, inner, sum_of
+from clipwise.factors import Convolution, Dense, Diagonal, FactorSum, Geometry, Outer, Placed, Rows, inner, row_squares_together, sum_of
 from clipwise.factors import sums as sums_module
 from clipwise.factors.placed import Region, Storage, are_disjoint
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
@@ -205,3 +205,22 @@ def test_the_cost_rule():
 def test_outer_refuses_sides_that_do_not_match(left):
     with pytest.raises(ValueError, match="agree in all axes"):
         Outer(torch.randn(left), torch.randn(4, 2, 2))
+
+
+def test_norms_of_many_matrices_together():
+    """As measured one by one; a matrix that comes twice is measured once; a row that is not finite spoils its own example alone."""
+    grad = torch.randn(B, 3)
+    matrices = [grad, torch.randn(B, 2, 4), grad.view(B, 1, 3), torch.randn(B, 5)]
+    found = row_squares_together(matrices)
+    assert found.dtype == torch.float64 and found.shape == (B, 4)
+    for column, matrix in zip(found.unbind(1), matrices):
+        torch.testing.assert_close(column, matrix.double().flatten(1).square().sum(1), rtol=1e-12, atol=0)
+    assert torch.equal(found[:, 0], found[:, 2])
+    matrices[1] = matrices[1].clone()
+    matrices[1][1, 0, 0] = torch.inf
+    again = row_squares_together(matrices)
+    assert not again[1].isfinite().all()
+    assert torch.equal(again[[0, *range(2, B)]], found[[0, *range(2, B)]])
+    assert row_squares_together([grad, grad.double()]) is None  # two precisions
+    assert row_squares_together([torch.zeros(2, 2**16)]) is None  # not worth copying
+    assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad])).all()

@@ -1,4 +1,4 @@
-"""The command line: clipwise train | data | calibrate | spent | report.
+"""The command line: clipwise train | bench | data | calibrate | spent | report.
 
 Exit codes: 0 done, 1 refused or failed (the message says why), 2 wrong usage, 130 stopped by Ctrl-C.
 """
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import data, plan, train
+from .commands import bench, data, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="clipwise", description="Differentially private training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"clipwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for family in (train, data, plan):
+    for family in (train, bench, data, plan):
         family.add_to(commands)
     return parser
 

@@ -50,16 +50,20 @@ class Clipping(ABC):
         self, squared_norms: Mapping[str, Tensor], names: Sequence[str], losses: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere, its loss included, gets weight zero everywhere."""
-        finite = torch.stack(list(squared_norms.values())).sum(0).isfinite()
-        if losses is not None:
-            finite &= losses.detach().isfinite()
+        whole = _total(list(squared_norms.values()))
+        finite = (whole if losses is None else whole + 0 * losses.detach()).isfinite()
         weights: dict[str, Tensor] = {}
         for group in self.groups(names):
             present = [squared_norms[name] for name in group.names if name in squared_norms]
             if present:
-                scale = torch.where(finite, self.scale(torch.stack(present).sum(0).sqrt(), group.bound), 0.0)
+                squares = whole if len(present) == len(squared_norms) else _total(present)
+                scale = torch.where(finite, self.scale(squares.sqrt(), group.bound), 0.0)
                 weights |= {name: scale for name in group.names if name in squared_norms}
         return weights, finite
+
+
+def _total(squares: Sequence[Tensor]) -> Tensor:
+    return squares[0] if len(squares) == 1 else torch.stack(list(squares)).sum(0)
 
 
 def check_positive(value: float, what: str = "the clipping bound") -> float:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .derived import example_gradients, pull_back
 from .errors import WrongRule
-from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, sum_of
+from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, row_squares_together, sum_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
-from .numerics import squared_norms, to_accumulate, unit_roundoff
+from .numerics import in_working_precision, squared_norms, to_accumulate, unit_roundoff
 from .planner import CHUNK, MemoryBudget
 from .registry import Call
 from .taps import Record
@@ -70,7 +70,9 @@ class ExampleGradients:
             factors: dict[Tensor, Factor] = {weight: Dense(g) for weight, g in zip(use.tracked, found)}
         else:
             call = Call(use, grad, placement.axes, example_data)
-            factors = {weight: f.merge(grouping) for weight, f in self._checked(call, record.rule.factors(call)).items()}
+            factors = self._checked(call, record.rule.factors(call))
+            if not grouping.is_trivial:
+                factors = {weight: factor.merge(grouping) for weight, factor in factors.items()}
         for weight, factor in factors.items():
             self.add_factor(weight, factor)
 
@@ -128,12 +130,33 @@ class ExampleGradients:
         pulled = dict.fromkeys(self._pulled.inputs, "pulled back") if self._pulled else {}
         return {self._marks.names[key]: way for key, way in [*((key, s.way) for key, s in self._sums.items()), *pulled.items()]}
 
-    def squared_norms(self, *, second_pass: torch.dtype | None = None) -> dict[str, Tensor]:
-        """{name: (B,)} in float64; never less than what a weighted sum, or a second pass in that precision, really adds."""
-        norms = {key: total.squared_norms(self._budget, second_pass=second_pass) for key, total in self._sums.items()}
+    def squared_norms(self) -> dict[str, Tensor]:
+        """{name: (B,)} in float64, beside the losses; never less than what a weighted sum really adds."""
+        return {name: squares.to(self._device) for name, squares in self.squares_on_host().items()}
+
+    def squares_on_host(self, *, second_pass: torch.dtype | None = None) -> dict[str, Tensor]:
+        """{name: (B,)} in float64, or what a second pass in that precision may add.
+
+        A handful of numbers an example: on the host, what follows from them takes no kernels.
+        """
+        parts = {key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices())}
+        if second_pass is not None or len(parts) < 2:
+            parts = {}
+        together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None
+        alone = {
+            key: total.squared_norms(self._budget, second_pass=second_pass)
+            for key, total in self._sums.items()
+            if together is None or key not in parts
+        }
         if self._pulled is not None:
-            norms |= self._pulled.squared_norms(self._budget)
-        return {name: norms[key].to(self._device) for key, name in self._marks.names.items() if key in norms}
+            alone |= self._pulled.squared_norms(self._budget)
+        norms = dict(zip(alone, _on_host(list(alone.values()))))
+        if together is not None:
+            columns = iter(together.cpu().unbind(1))
+            for key, (matrices, rounding) in parts.items():
+                first, *rest = (next(columns) for _ in matrices)
+                norms[key] = first if not rest else first * rest[0] * rounding
+        return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
@@ -146,13 +169,32 @@ class ExampleGradients:
         for total in self._sums.values():
             total.forget_terms()
 
-    def weighted_sums(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """{name: Σ_i weights[name][i]·g_i}, in float32 or float64."""
+    def weighted_sums(self, weights: Mapping[str, Tensor], *, clean: bool = False) -> dict[str, Tensor]:
+        """{name: Σ_i weights[name][i]·g_i}, in float32 or float64. `clean`: every g_i is finite."""
         names = self._marks.names
-        sums = {key: total.weighted_sum(weights[names[key]].to(total.device)) for key, total in self._sums.items()}
+        cast: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+        def prepared(name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+            """Weights that several parameters share are rounded once."""
+            found = cast.get(key := (id(weights[name]), dtype, device))
+            if found is None:
+                found = cast[key] = in_working_precision(weights[name], dtype).to(device)
+            return found
+
+        sums = {key: total.weighted_sum(prepared(names[key], total.dtype, total.device), clean=clean) for key, total in self._sums.items()}
         if self._pulled is not None:
             sums |= self._pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self._pulled.inputs.items()})
         return {name: sums[key] for key, name in names.items() if key in sums}
+
+
+def _on_host(vectors: list[Tensor]) -> list[Tensor]:
+    """By one copy for each device they lie on."""
+    found = list(vectors)
+    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
+        places = [place for place, vector in enumerate(vectors) if vector.device == device]
+        for place, row in zip(places, torch.stack([vectors[place] for place in places]).cpu()):
+            found[place] = row
+    return found
 
 
 def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[FactorSum | PartSum], watching: Watching) -> list[Tensor]:

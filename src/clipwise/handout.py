@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,19 @@ def handed_out(value: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[st
     return _HandOut.apply(value, listener, len(names), *totals, *(parameters[name] for name in names))
 
 
+def _scaled(sums: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """grad·sum for each; a few kernels for all that share a device and a precision."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, total in enumerate(sums):
+        kinds.setdefault((total.device, total.dtype), []).append(place)
+    scaled = list(sums)
+    for (device, dtype), places in kinds.items():
+        products = torch._foreach_mul([sums[place] for place in places], grad.to(device, dtype))
+        for place, product in zip(places, products):
+            scaled[place] = product
+    return scaled
+
+
 class _HandOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, listener: Listener | None, count: int, *sums_and_parameters: Tensor) -> Tensor:
@@ -31,7 +44,7 @@ class _HandOut(torch.autograd.Function):
         (grad,) = grads
         sums = ctx.saved_tensors
         with torch._C.DisableTorchFunction():  # a tape that is still on would hold what autograd wants to take over
-            scaled = [grad.to(total.device, total.dtype) * total for total in sums]
+            scaled = _scaled(sums, grad)
         if ctx.listener is not None:
             ctx.listener(grad, scaled)
         return None, None, None, *[None] * len(sums), *scaled

@@ -68,6 +68,11 @@ class EvenGrouping:
     batch: int
     order: str
 
+    @property
+    def is_trivial(self) -> bool:
+        """Row i belongs to example i, and nothing else does."""
+        return self.rows == self.batch
+
     def __call__(self, rows: Tensor) -> Tensor:
         per_example = rows.shape[0] // self.batch
         if self.order != "strided":
@@ -81,6 +86,8 @@ class EvenGrouping:
 
 class TableGrouping:
     """Sorts (R, ...) into (B, k, ...), k the most rows an example has; missing rows are zero."""
+
+    is_trivial = False
 
     def __init__(self, table: Tensor, batch: int):
         self.batch = batch

@@ -26,12 +26,13 @@ def noised(
             device = parameters[places[0]].device
             sizes = [parameters[place].numel() for place in places]
             normals = randomness.gaussians(sum(sizes), f"{purpose} {number}", step, device).mul_(deviation)
-            for place, noise in zip(places, normals.split(sizes)):
-                parameter, total = parameters[place], sums[place]
-                noise = noise.view(parameter.shape)
-                if total is not None:
-                    noise.add_(total)
-                found[place] = noise.div_(divisor).to(parameter.dtype, copy=True)  # no view: each has its own version counter
+            parts = [noise.view(parameters[place].shape) for place, noise in zip(places, normals.split(sizes))]
+            summed = [(noise, total) for place, noise in zip(places, parts) if (total := sums[place]) is not None]
+            if summed:
+                torch._foreach_add_([noise for noise, _ in summed], [total for _, total in summed])
+            normals.div_(divisor)
+            for place, noise in zip(places, parts):
+                found[place] = noise.to(parameters[place].dtype, copy=True)  # no view: each has its own version counter
     return found
 
 

@@ -12,6 +12,7 @@ _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
+_WORKING = (torch.float32, torch.float64)
 _BLOCK = 1024  # elements added in working precision before the sum moves to float64
 _SMALL = 2**16  # numbers that are converted to float64 outright
 _SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms to underflow
@@ -38,7 +39,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_accumulate(tensor: Tensor) -> Tensor:
-    return tensor.to(accumulation_dtype(tensor.dtype))
+    return tensor if tensor.dtype in _WORKING else tensor.to(torch.float32)
 
 
 def wider_dtype(tensor: Tensor) -> torch.dtype:
@@ -74,10 +75,10 @@ def squared_norms(rows: Tensor) -> Tensor:
         return flat.new_zeros(flat.shape[0], dtype=torch.float64)
     if flat.dtype == torch.float64:
         return torch.linalg.vector_norm(flat, dim=1).square()
-    if flat.numel() <= _SMALL:
-        return flat.double().square_().sum(1)
     if flat.is_cuda:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    if flat.numel() <= _SMALL:
+        return flat.double().square_().sum(1)
     whole = flat.shape[1] - flat.shape[1] % _BLOCK
     squares = flat.new_zeros(flat.shape[0], dtype=torch.float64)
     if whole:
@@ -91,19 +92,25 @@ def squared_norms(rows: Tensor) -> Tensor:
     return squares
 
 
-def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """weights[i]·rows[i]; a row of weight zero becomes exactly zero even where it holds NaN or Inf. rows: (B, ...), weights: (B,)"""
+def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
+    """weights[i]·rows[i]; a row of weight zero becomes exactly zero even where it holds NaN or Inf. rows: (B, ...), weights: (B,)
+
+    `clean` says that no row holds NaN or Inf.
+    """
     rows = to_accumulate(rows)
     exact = in_working_precision(weights, rows.dtype)
     scaled = rows * exact.view(-1, *[1] * (rows.dim() - 1))
-    return drop_rows(scaled, exact)
+    return scaled if clean else drop_rows(scaled, exact)
 
 
 def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Weights in another precision, never larger than they were; below the smallest normal number they are zero.
 
     A denormal weight is rounded by up to half its size, which would let an example of norm 1e44 through at twice the bound.
+    Weights that have this precision already are taken as they are.
     """
+    if weights.dtype == dtype:
+        return weights
     cast = weights.to(dtype)
     lower = (weights * (1 - 2 * unit_roundoff(dtype))).to(dtype)
     cast = torch.where(cast > weights, lower, cast)

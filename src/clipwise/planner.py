@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a written-out gradient is not worth its memory
@@ -13,24 +11,36 @@ _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 CHUNK = 2**24  # numbers written out at a time when nothing is kept
 
 
-@dataclass
 class MemoryBudget:
     """Bytes that one step may spend on gradients that stay written out; first come, first served."""
 
-    left: int = field(default=_CPU_BUDGET)
+    def __init__(self, left: int | None = None, device: torch.device | None = None):
+        self._left = left
+        self._device = device
 
     @classmethod
     def on(cls, device: torch.device) -> MemoryBudget:
-        if device.type == "cuda":
-            return cls(torch.cuda.mem_get_info(device)[0] // _CUDA_SHARE)
-        return cls()
+        """A share of what is free there; asked for when it is needed, which for small layers is never."""
+        return cls(device=device)
 
     def take(self, size: int) -> bool:
         """Reserve `size` bytes if they are there."""
-        if size > self.left:
+        if self._left is None:
+            self._left = _free_on(self._device)
+        if size > self._left:
             return False
-        self.left -= size
+        self._left -= size
         return True
+
+
+def _free_on(device: torch.device | None) -> int:
+    if device is None or device.type != "cuda":
+        return _CPU_BUDGET
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device)
+    if allowed < 1:
+        free = min(free, int(allowed * total) - torch.cuda.memory_reserved(device))
+    return max(free, 0) // _CUDA_SHARE
 
 
 def choose_way(

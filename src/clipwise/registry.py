@@ -66,7 +66,8 @@ class Call(Use):
                 return value
             return to_rows(value, axes)
 
-        super().__init__(use.func, *use.mapped(rows_first), use.tracked)
+        args, kwargs = (use.args, use.kwargs) if axes == (0,) else use.mapped(rows_first)
+        super().__init__(use.func, args, kwargs, use.tracked)
         self.original = use  # as it was called
         self.output_grad = to_rows(output_grad, axes)
         self.axes = axes

@@ -9,6 +9,7 @@ from .outer import Outer
 from .placed import Placed
 from .rows import Rows
 from .sums import FactorSum, PartSum, sum_of
+from .together import row_squares_together
 
 __all__ = [
     "Convolution",
@@ -23,5 +24,6 @@ __all__ = [
     "Placed",
     "Rows",
     "inner",
+    "row_squares_together",
     "sum_of",
 ]

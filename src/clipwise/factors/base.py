@@ -15,6 +15,9 @@ class Grouping(Protocol):
     @property
     def batch(self) -> int: ...
 
+    @property
+    def is_trivial(self) -> bool: ...
+
     def __call__(self, rows: Tensor) -> Tensor: ...
 
     def owners(self) -> Tensor:
@@ -37,8 +40,11 @@ class Factor(ABC):
         """Written out: (B, *shape)."""
 
     @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ_i weights[i]·g_i, of shape `shape`. An example of weight zero adds exactly nothing, even if g_i is not finite."""
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
+        """Σ_i weights[i]·g_i, of shape `shape`. An example of weight zero adds exactly nothing, even if g_i is not finite.
+
+        `clean` says that every g_i is finite, so that nothing needs to be looked for.
+        """
 
     @abstractmethod
     def mass(self) -> Tensor:

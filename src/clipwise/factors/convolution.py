@@ -55,14 +55,12 @@ class Convolution(Factor):
         kernels = torch.Size((self.batch * self.shape[0], *self.shape[1:]))
         return self._kernel_gradient(grad, input, kernels, self.geometry.groups * self.batch).view(self.batch, *self.shape)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         if self.batch == 0:
             return self.grad.new_zeros(self.shape)
-        grad, input = (
-            scale_rows(self.grad, weights).flatten(0, 1),
-            drop_rows(self.input, in_working_precision(weights, self.dtype)).flatten(0, 1),
-        )
-        return self._kernel_gradient(grad, input, self.shape, self.geometry.groups)
+        exact = in_working_precision(weights, self.dtype)
+        grad, input = scale_rows(self.grad, exact, clean=clean), self.input if clean else drop_rows(self.input, exact)
+        return self._kernel_gradient(grad.flatten(0, 1), input.flatten(0, 1), self.shape, self.geometry.groups)
 
     def _kernel_gradient(self, grad: Tensor, input: Tensor, shape: torch.Size, groups: int) -> Tensor:
         how, dimensions = self.geometry, len(self.shape) - 2

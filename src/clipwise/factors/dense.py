@@ -36,9 +36,9 @@ class Dense(Factor):
     def dense(self) -> Tensor:
         return self.grad
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        exact = in_working_precision(weights, self.grad.dtype)
-        return (exact @ drop_rows(flat_rows(self.grad), exact)).view(self.shape)  # (B,) · (B, n)
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
+        exact, rows = in_working_precision(weights, self.grad.dtype), flat_rows(self.grad)
+        return (exact @ (rows if clean else drop_rows(rows, exact))).view(self.shape)  # (B,) · (B, n)
 
     def mass(self) -> Tensor:
         return self._mass() if self._mass is not None else squared_norms(self.grad).sqrt()

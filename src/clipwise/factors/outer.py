@@ -36,17 +36,24 @@ class Outer(Factor):
     def dense(self) -> Tensor:
         return torch.matmul(self.left.mT, self.right).reshape(self.batch, *self.shape)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        left = scale_rows(self.left, weights).transpose(0, 1).flatten(1, 2)  # (G, B·T, p)
-        right = drop_rows(self.right, in_working_precision(weights, self.dtype)).transpose(0, 1).flatten(1, 2)  # (G, B·T, d)
-        if left.shape[0] == 1:
-            return (left[0].mT @ right[0]).reshape(self.shape)
-        return torch.bmm(left.mT, right).reshape(self.shape)
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
+        exact = in_working_precision(weights, self.dtype)
+        left, right = scale_rows(self.left, exact, clean=clean), self.right if clean else drop_rows(self.right, exact)
+        if self.blocks == 1:
+            return (left.flatten(0, 2).t() @ right.flatten(0, 2)).view(self.shape)
+        left, right = (side.transpose(0, 1).flatten(1, 2) for side in (left, right))  # (G, B·T, ·)
+        return torch.bmm(left.mT, right).view(self.shape)
 
     def term_norms(self) -> Tensor:
         """(B, G, T): ‖left_t‖·‖right_t‖, in float64."""
         left, right = (squared_norms(side.flatten(0, 2)).view(side.shape[:3]) for side in (self.left, self.right))
         return (left * right).sqrt()
+
+    def single_term_squares(self) -> Tensor:
+        """(B,): ‖left‖²·‖right‖², in float64, where no example has more than one term in a block."""
+        if self.left.shape[1:3] == (1, 1):
+            return squared_norms(self.left) * squared_norms(self.right)
+        return self.term_norms().square().flatten(1).sum(1)
 
     def mass(self) -> Tensor:
         return self.term_norms().sum(2).square().sum(1).sqrt()

@@ -77,9 +77,9 @@ class Placed(Factor):
         out.as_strided((self.batch, *self.region.shape), (extent, *self.region.stride), self.region.offset).copy_(self.inner.dense())
         return out.as_strided((self.batch, *self.whole.shape), (extent, *self.whole.stride))
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         out = torch.zeros(self.whole.extent, dtype=self.dtype, device=self.device)
-        out.as_strided(self.region.shape, self.region.stride, self.region.offset).copy_(self.inner.weighted_sum(weights))
+        out.as_strided(self.region.shape, self.region.stride, self.region.offset).copy_(self.inner.weighted_sum(weights, clean=clean))
         return out.as_strided(self.whole.shape, self.whole.stride)
 
     def mass(self) -> Tensor:

@@ -27,9 +27,9 @@ class Rows(Factor):
         table = self.rows.new_zeros(self.batch * height, self.rows.shape[2])
         return table.index_add_(0, keys.flatten(), self.rows.flatten(0, 1)).view(self.batch, *self.shape)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         table = self.rows.new_zeros(self.shape[0], self.rows.shape[2])
-        return table.index_add_(0, self.ids.flatten(), scale_rows(self.rows, weights).flatten(0, 1)).view(self.shape)
+        return table.index_add_(0, self.ids.flatten(), scale_rows(self.rows, weights, clean=clean).flatten(0, 1)).view(self.shape)
 
     def squared_norms(self) -> Tensor:
         """(B,) in float64."""

@@ -36,11 +36,11 @@ class FactorSum:
         self._kept: Dense | None = None
         self.way = ""  # how the norms were evaluated
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ_i weights[i]·g_i."""
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
+        """Σ_i weights[i]·g_i. `clean`: every g_i is finite."""
         if self._kept is not None:
-            return self._kept.weighted_sum(weights)
-        first, *rest = (factor.weighted_sum(weights) for factor in self.factors)
+            return self._kept.weighted_sum(weights, clean=clean)
+        first, *rest = (factor.weighted_sum(weights, clean=clean) for factor in self.factors)
         for other in rest:
             first = first + other
         return first
@@ -65,7 +65,7 @@ class FactorSum:
         """
         if second_pass is not None:
             rounded = unit_roundoff(second_pass)
-            drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self._dtype)
+            drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
             return self._measured("tiles") * (1 + 4 * rounded) + (drift * self.mass()).square()
         way = self.way = self._way(budget)
         if way == "keep":
@@ -73,12 +73,25 @@ class FactorSum:
             return squared_norms(self._kept.grad)
         if way == "written":
             return self._measured(way)
-        rounded = product_roundoff(self._dtype, self.factors[0].device)
+        rounded = product_roundoff(self.dtype, self.factors[0].device)
         measured = self._measured(way) * (1 + 4 * rounded)
         if way == "product":
             return measured
-        drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self._dtype)
+        drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
         return measured + (drift * self.mass()).square()
+
+    def row_matrices(self) -> tuple[list[Tensor], float] | None:
+        """Where the squared norm is a product of row norms: the matrices, and what to multiply with for rounding; else None."""
+        [factor, *others] = self.factors
+        if others or self.batch == 0:
+            return None
+        if isinstance(factor, Dense):
+            self.way = "written"
+            return [factor.grad], 1.0
+        if isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1):
+            self.way = "product"
+            return [factor.left, factor.right], 1 + 4 * product_roundoff(self.dtype, self.device)
+        return None
 
     def forget_terms(self) -> None:
         """Free the factors where the written-out gradient is kept in their place."""
@@ -90,7 +103,7 @@ class FactorSum:
         return self.factors[0].device
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         return self.factors[0].dtype
 
     def _way(self, budget: MemoryBudget) -> str:
@@ -107,7 +120,7 @@ class FactorSum:
             held=sum(factor.elements for factor in factors),
             dense_flops=sum(factor.dense_flops for factor in factors),
             gram_flops=self._gram_flops() if inner_products_are_cheap(factors) else None,
-            element_size=self._dtype.itemsize,
+            element_size=self.dtype.itemsize,
             budget=budget,
         )
 
@@ -123,7 +136,7 @@ class FactorSum:
         if len(self.factors) == 1 and isinstance(single, Rows):
             return single.squared_norms()
         if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
-            return single.term_norms().square().flatten(1).sum(1)
+            return single.single_term_squares()
         if len(self.factors) == 1 and isinstance(single, Dense):
             return squared_norms(single.grad)
         if way == "gram":
@@ -154,8 +167,8 @@ class PartSum:
         self.batch = parts[0].batch
         self.shape = parts[0].shape
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        sums = {region: part.weighted_sum(weights) for region, part in self.parts.items()}
+    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
+        sums = {region: part.weighted_sum(weights, clean=clean) for region, part in self.parts.items()}
         some = next(iter(sums.values()))
         out = torch.zeros(self._whole.extent, dtype=some.dtype, device=some.device)
         for region, part in sums.items():
@@ -184,6 +197,10 @@ class PartSum:
     @property
     def device(self) -> torch.device:
         return next(iter(self.parts.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parts.values())).dtype
 
 
 def sum_of(factors: Sequence[Factor]) -> FactorSum | PartSum:

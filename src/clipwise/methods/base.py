@@ -18,27 +18,29 @@ class Clipped:
     """Σ clip(g_i) for every parameter the losses depend on, in float32 or float64, and the examples that were finite."""
 
     sums: dict[str, Tensor]
-    weights: Tensor  # (B,), the mean over groups where there are several
-    finite: Tensor  # (B,)
+    weights: Tensor  # (B,), the mean over groups where there are several; may lie on the host
+    finite: Tensor  # (B,), beside the weights
 
     def value(self, losses: Tensor) -> Tensor:
         """Σ ν_i·ℓ_i over the examples whose gradient is finite."""
-        counted = torch.where(self.finite & losses.isfinite(), losses.detach(), 0.0)
-        return (self.weights.to(losses.dtype) * counted).sum()
+        counted = losses.detach()
+        if not bool(self.finite.all()):
+            counted = torch.where(self.finite.to(losses.device), counted, 0.0)
+        return (self.weights.to(losses.device, losses.dtype) * counted).sum()
 
 
 Method = Callable[[Tape, Tensor, Clipping], Clipped]
 
 
 def mean_weights(weights: dict[str, Tensor]) -> Tensor:
-    distinct = {id(weight): weight for weight in weights.values()}
-    return torch.stack(list(distinct.values())).mean(0)
+    distinct = list({id(weight): weight for weight in weights.values()}.values())
+    return distinct[0] if len(distinct) == 1 else torch.stack(distinct).mean(0)
 
 
 def from_factors(tape: Tape, losses: Tensor, gradients: ExampleGradients, clipping: Clipping) -> Clipped:
     """Norms, weights and weighted sums of factors that have been collected."""
     with tape.pause():
-        norms = gradients.squared_norms()
+        norms = gradients.squares_on_host()
         gradients.forget_terms()
-        weights, finite = clipping.weights(norms, list(tape.marks.trainable()), losses)
-        return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
+        weights, finite = clipping.weights(norms, list(tape.marks.trainable()), losses.detach().cpu())
+        return Clipped(gradients.weighted_sums(weights, clean=bool(finite.all())), mean_weights(weights), finite)

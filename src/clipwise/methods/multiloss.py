@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from ..clipping import Clipping
 from ..collect import collect
 from ..factors import Dense
 from ..gradients import ExampleGradients
+from ..numerics import squared_norms
 from ..tape import Tape
-from .base import Clipped, from_factors
+from .base import Clipped, from_factors, mean_weights
 
 
 def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
@@ -23,7 +26,8 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     if len(losses) == 0:
         return from_factors(tape, losses, collected, clipping)
     parameters = tape.marks.trainable()
-    found = _each_gradient(tape, losses, list(parameters.values()))
+    with tape.looking_back():
+        found = _each_gradient(losses, list(parameters.values()))
     gradients = ExampleGradients(tape, len(losses), losses.device)
     with tape.pause():
         for parameter, grad in zip(parameters.values(), found):
@@ -34,13 +38,26 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     return clipped if bool(clipped.finite.all()) else from_factors(tape, losses, collected, clipping)
 
 
-def _each_gradient(tape: Tape, losses: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+def multiloss_alone(parameters: Mapping[str, Tensor], losses: Tensor, clipping: Clipping) -> Clipped:
+    """The paper's multiLoss as it is timed: no tape, nothing verified. The gradients must be finite."""
+    found = _each_gradient(losses, list(parameters.values()))
+    factors = {name: Dense(grad) for name, grad in zip(parameters, found) if grad is not None}
+    with torch.no_grad():
+        squares = {name: squared_norms(factor.grad) for name, factor in factors.items()}
+        weights, finite = clipping.weights(squares, list(parameters))
+        if not bool(finite.all()):
+            raise ValueError("multiloss_alone is for finite gradients; an example here has NaN or Inf")
+        sums = {name: factor.weighted_sum(weights[name], clean=True) for name, factor in factors.items()}
+    return Clipped(sums, mean_weights(weights), finite)
+
+
+def _each_gradient(losses: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
     """(B, *shape) for each parameter; one example after the other where some operation cannot be batched."""
     identity = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     try:
-        with tape.looking_back():
-            found = torch.autograd.grad(losses, parameters, identity, retain_graph=True, allow_unused=True, is_grads_batched=True)
-        return list(found)
+        return list(torch.autograd.grad(losses, parameters, identity, retain_graph=True, allow_unused=True, is_grads_batched=True))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
-        each = [tape.backward(losses, row, None, inputs=parameters, retain_graph=True) for row in identity]
+        each = [torch.autograd.grad(losses, parameters, row, retain_graph=True, allow_unused=True) for row in identity]
         return [None if column[0] is None else torch.stack(column) for column in zip(*each)]

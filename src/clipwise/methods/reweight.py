@@ -19,8 +19,8 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     gradients = collect(tape, losses, keep_graph=True)
     names = list(tape.marks.trainable())
     with tape.pause():
-        norms = gradients.squared_norms(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
-        weights, finite = clipping.weights(norms, names, losses)
+        norms = gradients.squares_on_host(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
+        weights, finite = clipping.weights(norms, names, losses.detach().cpu())
         all_finite = bool(finite.all())
     if not all_finite:
         return from_factors(tape, losses, gradients, clipping)
@@ -29,7 +29,7 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     for group in clipping.groups(names):
         members = [name for name in group.names if name in weights]
         if members:
-            scale = in_working_precision(weights[members[0]], losses.dtype)
+            scale = in_working_precision(weights[members[0]], losses.dtype).to(losses.device)
             found = tape.backward(losses, scale, None, inputs=[parameters[name] for name in members], retain_graph=True)
             sums |= {name: to_accumulate(grad) for name, grad in zip(members, found) if grad is not None}
     return Clipped(sums, mean_weights(weights), finite)

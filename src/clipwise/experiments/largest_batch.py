@@ -1,0 +1,68 @@
+"""The largest batch that a way can train on before memory runs out, found by doubling and halving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from .case import Case
+from .contenders import make_step
+from .timing import Settings, is_out_of_memory, tidy_up
+
+
+def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536) -> int:
+    """The largest n ≤ most with fits(n), for a property that once lost stays lost. 0 if not even 1 fits."""
+    low, high = 0, start
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_batch(case: Case, method: str, settings: Settings) -> int:
+    """By making two steps at each size that is tried."""
+
+    def fits(batch_size: int) -> bool:
+        tidy_up()
+        try:
+            _two_steps(replace(case, batch_size=batch_size), method, settings)
+        except (torch.OutOfMemoryError, MemoryError):
+            return False
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                return False
+            raise
+        return True
+
+    found = largest(fits)
+    tidy_up()
+    return found
+
+
+def _two_steps(case: Case, method: str, settings: Settings) -> None:
+    model, batches = case.prepare(settings.real_data, settings.device, count=1)
+    step = make_step(method, model, torch.optim.Adam(model.parameters(), lr=1e-3), case.batch_size)
+    for _ in range(2):
+        with settings.autocast():
+            step(*next(batches))
+
+
+@contextmanager
+def memory_of(gigabytes: float | None) -> Iterator[None]:
+    """As if the GPU had no more memory than this; None leaves it as it is."""
+    if gigabytes is None or not torch.cuda.is_available():
+        yield
+        return
+    total = torch.cuda.mem_get_info()[1]
+    tidy_up()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 2**30 / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
