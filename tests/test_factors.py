@@ -60,7 +60,7 @@ def test_weighted_sum_examples_and_mass(kind):
 def test_every_way_gives_the_norm(kind, way, monkeypatch):
     factor = KINDS[kind]()
     monkeypatch.setattr(sums_module, "choose_way", lambda **_: way)
-    monkeypatch.setattr(sums_module, "CHUNK", 40)  # several chunks
+    monkeypatch.setattr(sums_module, "chunk_on", lambda device: 40)  # several chunks
     total = sum_of([factor])
     expected = factor.dense().flatten(1).square().sum(1)
     torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected, rtol=1e-10, atol=0)

@@ -1,6 +1,7 @@
 """Where the examples lie is measured; what mixes them is refused."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -285,3 +286,25 @@ def test_a_model_for_one_batch_size_only():
                 cw.per_example_norms(tape, losses)
         else:
             assert cw.per_example_norms(tape, losses).shape == (6,)
+
+
+@pytest.fixture
+def flushed():
+    """Numbers below 1e-38 count as zero, as in many kernels of a GPU."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor keeps small numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("smallest", [1e-35, 1e-36, 1e-37])
+def test_a_vanishing_gradient_is_no_mixing(smallest, flushed):
+    """An example that the model is sure of has a gradient near the smallest number there is, and loses digits of it on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    x = torch.randn(20, 6)
+    sure = torch.logspace(0, math.log10(smallest), 20)
+    with cw.capture(model) as tape:
+        losses = model(x).square().sum(1) * sure
+    sums = cw.clipped_gradients(tape, losses, cw.flat(0.01))
+    assert all(total.isfinite().all() for total in sums.values())

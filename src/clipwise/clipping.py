@@ -51,7 +51,7 @@ class Clipping(ABC):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere, its loss included, gets weight zero everywhere."""
         whole = _total(list(squared_norms.values()))
-        finite = (whole if losses is None else whole + 0 * losses.detach()).isfinite()
+        finite = 0 * (whole if losses is None else whole + losses.detach()) == 0  # 0·Inf and 0·NaN are NaN
         weights: dict[str, Tensor] = {}
         for group in self.groups(names):
             present = [squared_norms[name] for name in group.names if name in squared_norms]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from .derived import example_gradients, pull_back
 from .errors import WrongRule
-from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, row_squares_together, sum_of
+from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, known, row_squares_together, sum_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
 from .numerics import in_working_precision, squared_norms, to_accumulate, unit_roundoff
-from .planner import CHUNK, MemoryBudget
+from .planner import MemoryBudget, chunk_on
 from .registry import Call
 from .taps import Record
 
@@ -144,13 +144,14 @@ class ExampleGradients:
             parts = {}
         together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None
         alone = {
-            key: total.squared_norms(self._budget, second_pass=second_pass)
+            key: total.measure(self._budget, second_pass=second_pass)
             for key, total in self._sums.items()
             if together is None or key not in parts
         }
         if self._pulled is not None:
-            alone |= self._pulled.squared_norms(self._budget)
-        norms = dict(zip(alone, _on_host(list(alone.values()))))
+            alone |= {key: known(squares) for key, squares in self._pulled.squared_norms(self._budget).items()}
+        vectors = iter(_on_host([vector for squares in alone.values() for vector in squares.vectors]))
+        norms = {key: squares.combine(*(next(vectors) for _ in squares.vectors)) for key, squares in alone.items()}
         if together is not None:
             columns = iter(together.cpu().unbind(1))
             for key, (matrices, rounding) in parts.items():
@@ -205,7 +206,7 @@ def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[F
 
 
 def _chunks(outputs: list[Tensor], inputs: list[Tensor], batch: int) -> list[tuple[int, int]]:
-    step = max(1, CHUNK // max(1, *(tensor.numel() for tensor in [*outputs, *inputs])))
+    step = max(1, chunk_on(outputs[0].device) // max(1, *(tensor.numel() for tensor in [*outputs, *inputs])))
     return [(start, min(start + step, batch)) for start in range(0, batch, step)]
 
 

@@ -10,6 +10,7 @@ from .structure import tensors_in
 from .weak import WeakTable
 
 _OWN = set(vars(nn.Module()))  # what every module has
+_HOLDS_NO_TENSOR = {int, float, bool, str, type(None)}
 _DEPTH = 3
 _earlier: WeakTable[str] = WeakTable()  # examples of an earlier batch, and where they are kept
 
@@ -18,8 +19,10 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
         for path, module in root.named_modules():
-            for name in vars(module).keys() - _OWN:
-                for tensor in tensors_in(vars(module)[name], _DEPTH):
+            for name, value in vars(module).items():
+                if type(value) in _HOLDS_NO_TENSOR or name in _OWN:
+                    continue
+                for tensor in tensors_in(value, _DEPTH):
                     yield (f"{path}.{name}" if path else name), tensor
 
 

@@ -57,7 +57,15 @@ def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 def flat_rows(rows: Tensor) -> Tensor:
     """(R, ...) → (R, m), also where R is zero or there is nothing behind it."""
-    return rows.unsqueeze(-1).flatten(1)
+    return rows if rows.dim() == 2 else rows.unsqueeze(-1).flatten(1)
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
+    flat = flat_rows(to_accumulate(rows))
+    if flat.is_cuda and flat.shape[1]:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+    return squared_norms(rows).sqrt()
 
 
 def squared_norms(rows: Tensor) -> Tensor:
@@ -76,7 +84,7 @@ def squared_norms(rows: Tensor) -> Tensor:
     if flat.dtype == torch.float64:
         return torch.linalg.vector_norm(flat, dim=1).square()
     if flat.is_cuda:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+        return row_norms(rows).square()
     if flat.numel() <= _SMALL:
         return flat.double().square_().sum(1)
     whole = flat.shape[1] - flat.shape[1] % _BLOCK
@@ -111,10 +119,9 @@ def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if weights.dtype == dtype:
         return weights
-    cast = weights.to(dtype)
-    lower = (weights * (1 - 2 * unit_roundoff(dtype))).to(dtype)
-    cast = torch.where(cast > weights, lower, cast)
-    return torch.where(cast < torch.finfo(dtype).tiny, 0.0, cast)
+    kept_bits = -int(unit_roundoff(dtype) / unit_roundoff(torch.float64))  # all but those that dtype has no room for
+    cut = (weights.double().view(torch.int64) & kept_bits).view(torch.float64)
+    return torch.nn.functional.threshold(cut, torch.finfo(dtype).tiny, 0.0).to(dtype)
 
 
 def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,11 @@ _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a writ
 _WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
-CHUNK = 2**24  # numbers written out at a time when nothing is kept
+_CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
+
+
+def chunk_on(device: torch.device) -> int:
+    return _CHUNK.get(device.type, _CHUNK["cpu"])
 
 
 class MemoryBudget:

@@ -60,6 +60,13 @@ class Codes:
         return table
 
 
+def _spacing_near_zero(dtype: torch.dtype) -> float:
+    """What is lost of a number near zero: numbers below the smallest normal one may count as zero (on a GPU, in TF32, by
+    set_flush_denormal), and a sum has many such terms. float16 keeps them, and needs them."""
+    found = torch.finfo(dtype)
+    return float(found.tiny * found.eps if dtype == torch.float16 else 256 * found.tiny)
+
+
 class Measurement:
     """What the passes say about one tap. `grad` is its gradient at weights one, `dtypes` the precisions on its way."""
 
@@ -68,7 +75,7 @@ class Measurement:
         self.grad = grad
         self.batch = batch
         self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
-        self._spacing = max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in dtypes)  # of numbers near zero
+        self._spacing = max(map(_spacing_near_zero, dtypes))
         self.is_zero = not bool((grad != 0).any())
         self.stays_zero = self.is_zero
         self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
@@ -123,7 +130,7 @@ class Measurement:
         if len(simplest) != 1:
             return None, False
         rows = flat_rows(to_rows(self.grad, simplest[0].axes))
-        speaking = (rows.isfinite() & (rows != 0)).any(1)
+        speaking = (rows.isfinite() & (rows.abs() > 256 * self._spacing / self._tolerance)).any(1)
         return simplest[0], self._owners(simplest[0], len(rows))[speaking].unique().numel() > 1
 
     def read(self, weighted: Tensor) -> None:

@@ -61,7 +61,8 @@ def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
         yield value
     elif depth and isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item, depth - 1)
+            if type(item) is not int:  # the sizes and strides that most tuples hold
+                yield from tensors_in(item, depth - 1)
 
 
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:

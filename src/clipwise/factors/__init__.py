@@ -8,6 +8,7 @@ from .inner import inner
 from .outer import Outer
 from .placed import Placed
 from .rows import Rows
+from .squares import known
 from .sums import FactorSum, PartSum, sum_of
 from .together import row_squares_together
 
@@ -24,6 +25,7 @@ __all__ = [
     "Placed",
     "Rows",
     "inner",
+    "known",
     "row_squares_together",
     "sum_of",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, scale_rows, squared_norms, to_accumulate
+from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
 from .base import Factor, Grouping
 from .outer import Outer
 
@@ -49,6 +50,9 @@ class Convolution(Factor):
     def dense(self) -> Tensor:
         if self.batch == 0:
             return self.grad.new_zeros(0, *self.shape)
+        if self._is_pointwise:
+            grad, input = (side.flatten(3).transpose(1, 2).flatten(2) for side in (self.grad, self.input))  # (B, C, k·L)
+            return torch.bmm(grad, input.mT).view(self.batch, *self.shape)
         if self.windows_bytes <= _WINDOWS_THAT_FIT_A_CACHE:
             return self.as_outer().dense()
         grad, input = (side.transpose(0, 1).flatten(1, 2) for side in (self.grad, self.input))  # (k, B·C, *)
@@ -92,12 +96,20 @@ class Convolution(Factor):
         # The last window may need zeros beyond the padding (transposed, output_padding) or stop short of the edge.
         reach = [(place - 1) * s + (k - 1) * d + 1 for place, s, k, d in zip(places, how.stride, kernel, how.dilation)]
         pads = [(p, end - size - p) for p, end, size in zip(how.padding, reach, images.shape[2:])]
-        images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
+        if any(amount for pair in pads for amount in pair):
+            images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
         steps = images.stride()[2:]
         return images.as_strided(
             (*images.shape[:2], *kernel, *places),
             (*images.stride()[:2], *(step * d for step, d in zip(steps, how.dilation)), *(step * s for step, s in zip(steps, how.stride))),
         )
+
+    @property
+    def _is_pointwise(self) -> bool:
+        """A kernel of one pixel, at every pixel: a matrix product."""
+        how = self.geometry
+        still = how.groups == 1 and not how.transposed and not any(how.padding)
+        return still and self.shape[2:].numel() == 1 and all(step == 1 for step in how.stride)
 
     @property
     def windows_bytes(self) -> int:
@@ -107,8 +119,7 @@ class Convolution(Factor):
 
     def mass(self) -> Tensor:
         """Σ over windows of ‖values‖·‖window‖ ≤ ‖all values‖·‖all windows‖ (Cauchy–Schwarz), and a pixel lies in at most |K| windows."""
-        grads, inputs = squared_norms(self.grad), squared_norms(self.input)
-        return (grads * inputs * self.shape[2:].numel()).sqrt()
+        return row_norms(self.grad) * row_norms(self.input) * math.sqrt(self.shape[2:].numel())
 
     def merge(self, grouping: Grouping) -> Convolution:
         return Convolution(grouping(self.grad).flatten(1, 2), grouping(self.input).flatten(1, 2), self.shape, self.geometry)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, flat_rows, in_working_precision, squared_norms, to_accumulate
+from ..numerics import drop_rows, flat_rows, in_working_precision, row_norms, to_accumulate
 from .base import Factor, Grouping
 
 
@@ -31,7 +31,7 @@ class Dense(Factor):
         if terms.shape[1] == 1:
             return cls(terms[:, 0])
         wide = to_accumulate(terms)
-        return cls(wide.sum(1), mass=lambda: squared_norms(wide.abs().sum(1)).sqrt())
+        return cls(wide.sum(1), mass=lambda: row_norms(wide.abs().sum(1)))
 
     def dense(self) -> Tensor:
         return self.grad
@@ -41,7 +41,7 @@ class Dense(Factor):
         return (exact @ (rows if clean else drop_rows(rows, exact))).view(self.shape)  # (B,) · (B, n)
 
     def mass(self) -> Tensor:
-        return self._mass() if self._mass is not None else squared_norms(self.grad).sqrt()
+        return self._mass() if self._mass is not None else row_norms(self.grad)
 
     def merge(self, grouping: Grouping) -> Dense:
         grouped = grouping(self.grad)  # (B, k, *shape)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, scale_rows, squared_norms, to_accumulate
+from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
 from .base import Factor, Grouping
+from .squares import Squares, known
 
 
 class Outer(Factor):
@@ -46,17 +47,18 @@ class Outer(Factor):
 
     def term_norms(self) -> Tensor:
         """(B, G, T): ‖left_t‖·‖right_t‖, in float64."""
-        left, right = (squared_norms(side.flatten(0, 2)).view(side.shape[:3]) for side in (self.left, self.right))
-        return (left * right).sqrt()
+        left, right = (row_norms(side.flatten(0, 2)) for side in (self.left, self.right))
+        return (left * right).view(self.left.shape[:3])
 
-    def single_term_squares(self) -> Tensor:
-        """(B,): ‖left‖²·‖right‖², in float64, where no example has more than one term in a block."""
+    def single_term_squares(self) -> Squares:
+        """‖left‖²·‖right‖², where no example has more than one term in a block."""
         if self.left.shape[1:3] == (1, 1):
-            return squared_norms(self.left) * squared_norms(self.right)
-        return self.term_norms().square().flatten(1).sum(1)
+            return Squares((row_norms(self.left), row_norms(self.right)), lambda left, right: (left * right).square())
+        return known(self.term_norms().square().flatten(1).sum(1))
 
     def mass(self) -> Tensor:
-        return self.term_norms().sum(2).square().sum(1).sqrt()
+        norms = self.term_norms().sum(2)  # (B, G)
+        return norms[:, 0] if self.blocks == 1 else torch.linalg.vector_norm(norms, dim=1)
 
     def merge(self, grouping: Grouping) -> Outer:
         left, right = grouping(self.left), grouping(self.right)  # (B, k, G, T, ·)

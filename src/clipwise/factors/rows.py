@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import scale_rows, squared_norms, to_accumulate
+from ..numerics import row_norms, scale_rows, squared_norms, to_accumulate
 from .base import Factor, Grouping
 
 
@@ -42,7 +42,7 @@ class Rows(Factor):
         return squared_norms(torch.zeros_like(self.rows).scatter_add_(1, segment, ordered))
 
     def mass(self) -> Tensor:
-        return squared_norms(self.rows.flatten(0, 1)).view(self.ids.shape).sqrt().sum(1)
+        return row_norms(self.rows.flatten(0, 1)).view(self.ids.shape).sum(1)
 
     def merge(self, grouping: Grouping) -> Rows:
         return Rows(grouping(self.ids), grouping(self.rows), self.shape)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..numerics import product_roundoff, squared_norms, unit_roundoff
-from ..planner import CHUNK, MemoryBudget, choose_way
+from ..numerics import product_roundoff, row_norms, unit_roundoff
+from ..planner import MemoryBudget, choose_way, chunk_on
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
@@ -16,6 +16,7 @@ from .inner import inner, inner_products_are_cheap, inner_roundoff
 from .outer import Outer
 from .placed import Placed, Region, are_disjoint
 from .rows import Rows
+from .squares import Squares, known, squared, together
 
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
 
@@ -34,6 +35,7 @@ class FactorSum:
         self.shape = self.factors[0].shape
         self.batch = self.factors[0].batch
         self._kept: Dense | None = None
+        self._mass: Tensor | None = None
         self.way = ""  # how the norms were evaluated
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
@@ -56,29 +58,36 @@ class FactorSum:
         return first
 
     def mass(self) -> Tensor:
-        return torch.stack([factor.mass() for factor in self.factors]).sum(0)
+        if self._mass is None:
+            first, *rest = (factor.mass() for factor in self.factors)
+            self._mass = torch.stack([first, *rest]).sum(0) if rest else first
+        return self._mass
 
-    def squared_norms(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Tensor:
-        """(B,) in float64. `second_pass` names the precision of a backward pass that will form the sum instead of this object.
+    def squared_norms(self, budget: MemoryBudget) -> Tensor:
+        """(B,) in float64."""
+        return self.measure(budget).now()
+
+    def measure(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Squares:
+        """`second_pass` names the precision of a backward pass that will form the sum instead of this object.
 
         Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u, a percent under bf16.
         """
         if second_pass is not None:
-            rounded = unit_roundoff(second_pass)
-            drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
-            return self._measured("tiles") * (1 + 4 * rounded) + (drift * self.mass()).square()
+            return self._as_added(self._measured("tiles"), unit_roundoff(second_pass))
         way = self.way = self._way(budget)
         if way == "keep":
             self._kept = Dense(self.dense())
-            return squared_norms(self._kept.grad)
+            return squared(row_norms(self._kept.grad))
+        measured = self._measured(way)
         if way == "written":
-            return self._measured(way)
-        rounded = product_roundoff(self.dtype, self.factors[0].device)
-        measured = self._measured(way) * (1 + 4 * rounded)
-        if way == "product":
             return measured
+        rounded = product_roundoff(self.dtype, self.device)
+        return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
+
+    def _as_added(self, measured: Squares, rounded: float) -> Squares:
+        """What a sum of terms that were rounded once more may come to."""
         drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
-        return measured + (drift * self.mass()).square()
+        return measured.rounded_up(1 + 4 * rounded).with_drift(drift, self.mass())
 
     def row_matrices(self) -> tuple[list[Tensor], float] | None:
         """Where the squared norm is a product of row norms: the matrices, and what to multiply with for rounding; else None."""
@@ -119,40 +128,45 @@ class FactorSum:
             numel=self.shape.numel(),
             held=sum(factor.elements for factor in factors),
             dense_flops=sum(factor.dense_flops for factor in factors),
-            gram_flops=self._gram_flops() if inner_products_are_cheap(factors) else None,
+            gram_flops=self._gram_flops() if inner_products_are_cheap(factors) and not self._fits_at_once() else None,
             element_size=self.dtype.itemsize,
             budget=budget,
         )
+
+    def _fits_at_once(self) -> bool:
+        """On a GPU a gram takes many kernels; where all gradients can be written out at once, that takes one."""
+        return self.device.type == "cuda" and self.batch * self.shape.numel() <= chunk_on(self.device)
 
     def _gram_flops(self) -> int:
         matrices = [f for f in self.factors if isinstance(f, Outer | Convolution)]
         terms = sum(f.terms for f in matrices) + sum(f.ids.shape[1] for f in self.factors if isinstance(f, Rows))
         return 2 * terms**2 * max(f.widths * f.blocks for f in matrices)
 
-    def _measured(self, way: str) -> Tensor:
+    def _measured(self, way: str) -> Squares:
         single = self.factors[0]
         if self.batch == 0:
-            return torch.zeros(0, dtype=torch.float64, device=single.device)
+            return known(torch.zeros(0, dtype=torch.float64, device=single.device))
         if len(self.factors) == 1 and isinstance(single, Rows):
-            return single.squared_norms()
+            return known(single.squared_norms())
         if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
             return single.single_term_squares()
         if len(self.factors) == 1 and isinstance(single, Dense):
-            return squared_norms(single.grad)
+            return squared(row_norms(single.grad))
         if way == "gram":
             return self._gram()
-        step = max(1, CHUNK // max(self.shape.numel(), 1))
-        chunks = [squared_norms(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
-        return torch.cat(chunks)
+        step = max(1, chunk_on(self.device) // max(self.shape.numel(), 1))
+        chunks = [row_norms(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
+        return squared(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
 
-    def _gram(self) -> Tensor:
+    def _gram(self) -> Squares:
         """Σ_ab ⟨a, b⟩ plus the most that rounding may have taken away from it."""
-        total = torch.zeros(self.batch, dtype=torch.float64, device=self.factors[0].device)
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
         for i, a in enumerate(self.factors):
             total += inner(a, a)
             for b in self.factors[i + 1 :]:
                 total += 2 * inner(a, b)
-        return total.clamp(min=0) + inner_roundoff(self.factors) * self.mass().square()
+        roundoff = inner_roundoff(self.factors)
+        return Squares((total, self.mass()), lambda total, mass: total.clamp(min=0) + roundoff * mass.square())
 
 
 class PartSum:
@@ -182,9 +196,11 @@ class PartSum:
     def mass(self) -> Tensor:
         return torch.stack([part.mass() for part in self.parts.values()]).square().sum(0).sqrt()
 
-    def squared_norms(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Tensor:
-        norms = [part.squared_norms(budget, second_pass=second_pass) for part in self.parts.values()]
-        return torch.stack(norms).sum(0)
+    def squared_norms(self, budget: MemoryBudget) -> Tensor:
+        return self.measure(budget).now()
+
+    def measure(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Squares:
+        return together([part.measure(budget, second_pass=second_pass) for part in self.parts.values()])
 
     @property
     def way(self) -> str:
