@@ -102,6 +102,55 @@ def test_resume(tmp_path, capsys):
     assert "goes on with the settings in --out" in capsys.readouterr().err
 
 
+class Killed(BaseException):
+    """Ends a training the way a crash does: nothing is saved on the way out."""
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "clipwise", "train", "--out", str(out)]
+    child = subprocess.Popen([*command, "--model", "mlp", "--batch-size", "20", "--epochs", "1"], stdout=subprocess.DEVNULL)
+    while not (out / "ledger").exists() or cw.ledger.read(out / "ledger").spent < 20:
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    counted = cw.ledger.read(out / "ledger").spent
+    assert 20 <= counted < 500 and not (out / "checkpoint.pt").exists()
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"no checkpoint was written: begins with new weights; {counted} steps are counted" in resumed.stdout
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["private"]
+    assert (state["position"], state["spent"]) == (500 - counted, 500)
+    assert json.loads((out / "privacy_report.json").read_text())["budget"]["steps"] == 500
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "shuffle"])
+@pytest.mark.parametrize("place", ["before the ledger", "after the ledger", "after the last step"])
+def test_killed_where_nothing_is_saved_yet(tmp_path, monkeypatch, capsys, place, sampler):
+    out = tmp_path / "run"
+    job = TrainJob(model="mlp", batch_size=50, epochs=1, delta=1e-3, epsilon=8.0, sampler=sampler)
+
+    def kill(*arguments, **options):
+        if place != "after the last step" or arguments[0] == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        if place != "after the last step":
+            name = {"before the ledger": "PrivateTraining", "after the ledger": "_epochs"}[place]
+            patch.setattr(sys.modules["clipwise.runs.run"], name, kill)
+        with pytest.raises(Killed):
+            run(job, out, show=kill, say=lambda text: None)
+    assert (out / "ledger").exists() == (place != "before the ledger")
+    lost = 4 if place == "after the last step" else 0
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{lost} steps are counted" in printed and "accuracy on public examples 0.00 %" not in printed
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["private"]
+    assert (state["position"], state["spent"]) == (4 - lost, 4)
+    assert len((out / "curve.csv").read_text().splitlines()) == 2
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
     from clipwise import files
 

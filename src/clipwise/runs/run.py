@@ -89,14 +89,13 @@ def run(
     torch.manual_seed(job.seed)
     model = build(job.model, data).to(device)
     optimizer = make_optimizer(job, model)
+    if not resume:  # both before the ledger: from its first moment on there is something to resume
+        write_whole(out / "config.json", job.to_json())
+        plan.save(out / "plan.json")
     with PrivateTraining(model, optimizer, plan, method=job.method, noise=job.noise, ledger=out / "ledger") as private:
         curve = Curve(out)
         if resume:
-            _restore(out, model, optimizer, private, curve)
-            say(f"resumed after {private.position} steps; {private.ledger.spent} are counted")
-        else:
-            plan.save(out / "plan.json")
-            write_whole(out / "config.json", job.to_json())
+            say(_restore(out, model, optimizer, private, curve))
         finished = _epochs(job, data, model, optimizer, private, device, curve, show, say, private_accuracy)
         report = private.report()
         written = [*report.save(out), *curve.save(plan)]
@@ -107,15 +106,15 @@ def _epochs(
     job: TrainJob, data: DataSet, model: nn.Module, optimizer: Any, private: PrivateTraining, device: torch.device, curve: Curve, show: Show,
     say: Say, private_accuracy: bool,
 ) -> bool:  # fmt: skip
-    """Until the plan is spent, or somebody presses Ctrl-C."""
+    """Until the plan is spent, or somebody presses Ctrl-C. What the network is worth then is in the curve, also if no step was left."""
     dataset = Rows(data.train)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=job.precision == "bf16")
     torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     with _interruptible() as interrupted:
-        while len(loader := private.loader(dataset, collate_fn=_as_it_is, num_workers=job.workers)) and not interrupted:
+        while (left := len(loader := private.loader(dataset, collate_fn=_as_it_is, num_workers=job.workers))) or not curve.rows:
             start = time.monotonic()
             model.train()
-            for batch in loader:
+            for batch in loader if left else ():
                 for x, y in microbatches(batch, job.microbatch or max(1, len(batch[0]))):
                     with autocast:
                         output = model(x.to(device))
@@ -132,6 +131,8 @@ def _epochs(
             note = f", PRIVATE training accuracy {100 * accuracy_of(model, data.train, device):.1f} %" if private_accuracy else ""
             say(f"step {private.position:6d} of {private.plan.steps}  ε = {spent.rounded_up():6s}  accuracy {100 * accuracy:.2f} % (public){note}"
                 f"  {time.monotonic() - start:.1f} s")  # fmt: skip
+            if interrupted:
+                break
     return not interrupted
 
 
@@ -148,8 +149,10 @@ def accuracy_of(model: nn.Module, examples: Examples, device: torch.device, size
 
 
 def _prepare(out: Path, resume: bool) -> None:
-    if resume and not (out / "checkpoint.pt").exists():
-        raise BadLedger(f"there is nothing to resume in {out}.", "Leave out --resume to begin.")
+    if resume and not ((out / "config.json").exists() and (out / "plan.json").exists()):
+        raise BadLedger(
+            f"there is nothing to resume in {out}: config.json and plan.json are not both there.", "Leave out --resume to begin."
+        )
     if not resume and (out / "ledger").exists():
         raise BadLedger(
             f"{out} holds a training already.",
@@ -166,12 +169,16 @@ def _save(out: Path, model: nn.Module, optimizer: Any, private: PrivateTraining,
     write_whole(out / "checkpoint.pt", buffer.getvalue())
 
 
-def _restore(out: Path, model: nn.Module, optimizer: Any, private: PrivateTraining, curve: Curve) -> None:
+def _restore(out: Path, model: nn.Module, optimizer: Any, private: PrivateTraining, curve: Curve) -> str:
+    """Go on from the checkpoint, or from the first weights where none was written. The ledger keeps every step it counted. Returns what was done."""
+    if not (out / "checkpoint.pt").exists():
+        return f"no checkpoint was written: begins with new weights; {private.ledger.spent} steps are counted"
     state: dict[str, Any] = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     private.load_state_dict(state["private"])
     curve.rows = [tuple(row) for row in state["curve"]]
+    return f"resumed after {private.position} steps; {private.ledger.spent} are counted"
 
 
 @contextmanager
