@@ -1,10 +1,13 @@
 """Standard files are read, broken ones are refused with what was expected, and downloads are checked and go on."""
 
 import gzip
+import hashlib
 import http.server
+import io
 import json
 import pickle
 import struct
+import tarfile
 import threading
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from clipwise.data import images as image_sets
 from clipwise.data.download import Progress, download
 from clipwise.data.files import parse_idx, read_cifar_batch, read_idx, read_picture
 from clipwise.data.reviews import Words, read_imdb
-from clipwise.data.sources import SOURCES, Files, Package, Source
+from clipwise.data.sources import SOURCES, Archive, Files, Package, Source
 
 
 def idx(tensor):
@@ -184,7 +187,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         type(self).asked.append(start)
         body = self.content[start:]
-        self.send_response(206 if start else 200)
+        self.send_response(416 if start and not body else 206 if start else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: len(body) - type(self).cut])
@@ -211,11 +214,11 @@ def test_an_interrupted_download_goes_on(tmp_path, server):
     assert (tmp_path / "part").stat().st_size == 255_000
     download(server + "file", tmp_path / "part", Progress("file", said.append))
     assert (tmp_path / "part").read_bytes() == Server.content and Server.asked == [0, 255_000] and said == ["  file: 0.2 MB"]
+    download(server + "file", tmp_path / "part", Progress("file", said.append))  # all of it is there: nothing is left to ask for
+    assert (tmp_path / "part").read_bytes() == Server.content and Server.asked == [0, 255_000, 256_000]
 
 
 def test_fetch(tmp_path, server, monkeypatch):
-    import hashlib
-
     content = idx(torch.arange(10))
     checksum = hashlib.sha256(content).hexdigest()
     Server.content = gzip.compress(content)
@@ -236,6 +239,48 @@ def test_fetch(tmp_path, server, monkeypatch):
     with pytest.raises(cw.BadData, match="another checksum"):
         fetch("toy", place, said.append)
     assert (place / "labels").read_bytes() == content  # what was there is not damaged
-    assert {path.name for path in Path(place).iterdir() if not path.name.startswith(".")} == {"labels"}
+    assert [path.name for path in Path(place).iterdir()] == ["labels"]
     with pytest.raises(cw.BadData, match="cannot be fetched"):
         fetch("lsun")
+
+
+def test_fetch_keeps_what_is_right_and_leaves_nothing_else(tmp_path, server, monkeypatch):
+    content = idx(torch.arange(10))
+    Server.content = gzip.compress(content)
+    files = dict.fromkeys(("images", "labels"), hashlib.sha256(content).hexdigest())
+    elsewhere = Files("http://127.0.0.1:9/", ".gz", {"others": "0" * 64})
+    monkeypatch.setitem(SOURCES, "toy", Source("Toy", "", "", (elsewhere, Files(server, ".gz", files))))
+    (tmp_path / "labels").write_bytes(content)
+    (tmp_path / ".images.gz.part").write_bytes(Server.content[:9])  # of a download that was interrupted
+    (tmp_path / ".others.gz.part").write_bytes(b"of a way that leads nowhere now")
+    said = []
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [9] and "  labels is there already and its checksum agrees" in said
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"images": content, "labels": content}
+
+
+def test_fetch_keeps_an_archive_that_was_unpacked(tmp_path, server, monkeypatch):
+    tree = {"toy/train/a.txt": b"great", "toy/train/b.txt": b"dull", "toy/README": b"reviews"}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in tree.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    Server.content = packed.getvalue()
+    way = Archive(server + "toy.tar.gz", hashlib.md5(Server.content).hexdigest())
+    monkeypatch.setitem(SOURCES, "toy", Source("Toy", "2 reviews", "", (way,)))
+    said = []
+
+    def there():
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    fetch("toy", tmp_path, said.append)
+    assert {name: there()[name] for name in tree} == tree and there().keys() - tree == {".toy.tar.gz.sums"}
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [0] and "already, complete: 2 reviews" in said[-1]
+    (tmp_path / "toy/train/b.txt").write_bytes(b"damaged")
+    (tmp_path / "toy/mine.txt").write_bytes(b"not of the archive")
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [0, 0] and {name: there()[name] for name in tree} == tree
+    assert there().keys() - tree == {".toy.tar.gz.sums", "toy/mine.txt"}

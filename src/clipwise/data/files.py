@@ -27,9 +27,10 @@ def find(folder: Path, names: list[str], what: str, how: str) -> Path:
     raise BadData(f"{what} is not in {folder}: expected {' or '.join(names)}.", how)
 
 
-def decompressed(path: Path) -> bytes:
+def decompressed(path: Path, packing: str | None = None) -> bytes:
+    """What the file holds. packing: ".gz", ".xz" or "" for none, where the name does not say."""
     raw = path.read_bytes()
-    opener = _OPENERS.get(path.suffix)
+    opener = _OPENERS.get(path.suffix if packing is None else packing)
     try:
         return opener(raw) if opener else raw
     except (OSError, EOFError, lzma.LZMAError) as error:
