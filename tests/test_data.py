@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import struct
+import sys
 import tarfile
 import threading
 from pathlib import Path
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 import clipwise as cw
-from clipwise.data import fetch, load, read_glove
+from clipwise.data import fetch, load, lsun, read_glove
 from clipwise.data import images as image_sets
 from clipwise.data.download import Progress, download
-from clipwise.data.files import parse_idx, read_cifar_batch, read_idx, read_picture
+from clipwise.data.files import decode_picture, parse_idx, read_cifar_batch, read_idx
 from clipwise.data.reviews import Words, read_imdb
 from clipwise.data.sources import SOURCES, Archive, Files, Package, Source
 
@@ -110,12 +111,74 @@ def test_folders_of_pictures(tmp_path):
             image.new("RGB", (40 + number, 30), (number, 100, 200)).save(tmp_path / kind / f"{number}.png")
     found = load("lsun", tmp_path, size=16)
     assert found.train.inputs.shape == (8, 3, 16, 16) and found.classes == 2 and len(found.test.labels) == 2
-    assert read_picture(tmp_path / "kitchen" / "3.png").shape == (3, 30, 43)
+    assert decode_picture(tmp_path / "kitchen" / "3.png", "3.png").shape == (3, 30, 43)
     (tmp_path / "kitchen" / "bad.jpg").write_bytes(b"no picture")
     with pytest.raises(cw.BadData, match=r"bad\.jpg is not a picture"):
         load("lsun", tmp_path)
     with pytest.raises(cw.BadData, match="holds no pictures"):
         load("lsun", tmp_path / "nowhere")
+
+
+def write_lmdb(path, colours):
+    """A database as LSUN's: keys of 40 letters, values that are pictures in a file format."""
+    lmdb, image = pytest.importorskip("lmdb"), pytest.importorskip("PIL.Image")
+    with lmdb.open(str(path), map_size=2**24) as database, database.begin(write=True) as transaction:
+        for number, colour in enumerate(colours):
+            encoded = io.BytesIO()
+            image.new("RGB", (40, 30), (colour, colour, colour)).save(encoded, "webp" if number % 2 else "jpeg", quality=90)
+            transaction.put(hashlib.sha1(b"%d" % number).hexdigest().encode(), encoded.getvalue())
+
+
+def brightness(examples):
+    """Of each picture, as the byte it was written with."""
+    return (image_sets.LSUN.mean[0] + image_sets.LSUN.std[0] * examples.inputs[:, 0].mean((1, 2))) * 255
+
+
+def test_lsun_as_lmdb(tmp_path):
+    for name, colour in (("bedroom", 50), ("kitchen", 150)):
+        write_lmdb(tmp_path / f"{name}_train_lmdb", [colour] * 10)
+        write_lmdb(tmp_path / f"{name}_val_lmdb", [colour + 50] * 3)
+    (tmp_path / "test_lmdb").mkdir()  # LSUN's test pictures have no labels
+    found = load("lsun", tmp_path, size=16)
+    assert found.train.inputs.shape == (20, 3, 16, 16) and found.test.inputs.shape == (6, 3, 16, 16) and found.classes == 2
+    assert found.train.labels.tolist() == [0] * 10 + [1] * 10
+    torch.testing.assert_close(brightness(found.train), 50 + 100.0 * found.train.labels, atol=3, rtol=0)
+    torch.testing.assert_close(brightness(found.test), 100 + 100.0 * found.test.labels, atol=3, rtol=0)
+
+
+def test_lsun_as_lmdb_without_held_out_pictures(tmp_path):
+    write_lmdb(tmp_path / "bedroom_train_lmdb", range(0, 200, 20))
+    found = load("lsun", tmp_path, size=16)
+    assert (len(found.train.labels), len(found.test.labels), found.classes) == (8, 2, 1)
+    write_lmdb(tmp_path / "kitchen_val_lmdb", [0])
+    with pytest.raises(cw.BadData, match=r"kitchen_train_lmdb and bedroom_val_lmdb are not in"):
+        load("lsun", tmp_path)
+
+
+def test_a_limit_reads_no_more_of_lsun(tmp_path, monkeypatch):
+    for name in ("bedroom", "church", "kitchen"):
+        write_lmdb(tmp_path / f"{name}_train_lmdb", range(40))
+        write_lmdb(tmp_path / f"{name}_val_lmdb", range(40))
+    decoded = []
+    monkeypatch.setattr(lsun, "decode_picture", lambda *given: (decoded.append(1), decode_picture(*given))[1])
+    found = load("lsun", tmp_path, size=8, limit=30)
+    assert found.train.labels.bincount().tolist() == [8] * 3 and found.test.labels.bincount().tolist() == [2] * 3 and len(decoded) == 30
+    assert load("lsun", tmp_path, size=8, limit=4).classes == 3
+
+
+def test_a_broken_lmdb_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "bedroom_train_lmdb"
+    write_lmdb(path, range(100))
+    whole = (path / "data.mdb").read_bytes()
+    (path / "data.mdb").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(cw.BadData, match=r"data\.mdb is cut off"):
+        load("lsun", tmp_path)
+    (path / "data.mdb").write_bytes(b"no database" * 1000)
+    with pytest.raises(cw.BadData, match=r"data\.mdb is not an LMDB"):
+        load("lsun", tmp_path)
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(ImportError, match=r'package lmdb: pip install "clipwise\[data\]"'):
+        load("lsun", tmp_path)
 
 
 REVIEWS = [("A great film, isn't it?<br />Great!", True), ("Dull. DULL!", False)]

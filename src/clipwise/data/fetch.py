@@ -27,9 +27,7 @@ Say = Callable[[str], None]
 def fetch(name: str, folder: str | Path | None = None, say: Say = print) -> Path:
     """Put a data set's files into `folder` and return it. Tries one source after the other, and says what it found."""
     if name not in SOURCES:
-        raise BadData(
-            f"{name!r} cannot be fetched.", f"These can: {', '.join(SOURCES)}. LSUN must be had from its makers; unpack it as folders."
-        )
+        raise BadData(f"{name!r} cannot be fetched.", f"These can: {', '.join(SOURCES)}. LSUN must be had from its makers.")
     source = SOURCES[name]
     place = Path(folder) if folder is not None else default_folder(name)
     place.mkdir(parents=True, exist_ok=True)
