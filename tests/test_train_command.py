@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,8 +205,19 @@ def test_what_a_terminal_shows(tmp_path, columns, point):
     assert all(len(row) < columns or " " not in row.strip() for row in rows), rows  # only a path may be longer
     [header] = [number for number, row in enumerate(rows) if row.split() == "step ε so far public accuracy public loss seconds".split()]
     _, epsilon, accuracy, *_ = rows[header + 1].split()
-    assert "first epoch" in bars[0] or "come after the epoch" in bars[0]
+    assert "after the epoch" in bars[0]
     assert point.format(epsilon, float(accuracy)) in bars[-1] and "/20 " in bars[-1]
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_what_the_demo_shows(tmp_path, columns):
+    example = Path(__file__).parents[1] / "examples" / "train_privately.py"
+    settings = ["--epochs", "2", "--epsilon", "8", "--batch-size", "100", "--images", "500", "--out", str(tmp_path)]
+    rows, bars = shown([sys.executable, str(example), *settings], columns)
+    assert [row for row in rows if row][-3:] == [str(tmp_path / f"privacy_report.{kind}") for kind in ("md", "json", "png")]
+    assert max(map(len, bars)) < columns and not any("[" in row for row in rows)
+    assert all(len(row) < columns or " " not in row for row in rows), rows
+    assert "/10  at " in bars[-1] and "5: ε " in bars[-1] and "loss " in bars[-1]
 
 
 def test_a_refusal_does_not_share_a_line_with_the_bar(monkeypatch, capsys):

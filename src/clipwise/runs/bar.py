@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 import time
@@ -14,7 +15,7 @@ from .curve import Point
 _CLEAR_LINE = "\r\033[K"  # back to its beginning, and nothing stays on it
 _NARROWEST, _WIDEST = 5, 40
 _SECONDS = 0.05  # between two pictures of it
-_INDENT = " " * 8
+_LABEL = re.compile(r"\S* {2,}|")  # of a line: "plan    ε = …"
 
 
 class Bar:
@@ -68,7 +69,7 @@ def line(step: int, steps: int, measured: Point | None, columns: int) -> str:
 def _in_words(measured: Point | None) -> list[str]:
     """From long to short."""
     if measured is None:
-        return ["ε, accuracy and loss come after the epoch", "first epoch"]
+        return ["ε, accuracy and loss come after the epoch", "ε comes after the epoch"]
     epsilon, accuracy = rounded_up(measured.epsilon), f"{100 * measured.accuracy:.1f} %"
     return [
         f"at step {measured.step}: ε = {epsilon}, public accuracy {accuracy}, public loss {measured.loss:.3f}",
@@ -88,4 +89,7 @@ def _columns(stream: TextIO) -> int | None:
 
 
 def _wrapped(text: str, columns: int) -> str:
-    return textwrap.fill(text, columns, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+    """Broken between words; what follows a label stays to its right."""
+    label = _LABEL.match(text)
+    indent = " " * (label.end() if label else 0)
+    return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
