@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -19,23 +18,29 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import clipwise as cw
+from clipwise.budget import rounded_up
 from clipwise.data import Examples, fashion_mnist
 from clipwise.models import cnn
+from clipwise.runs.bar import Bar
+from clipwise.runs.curve import Point
 
 
-def accuracy(model: nn.Module, images: Examples) -> float:
+def measure(private: cw.PrivateTraining, model: nn.Module, public: Examples) -> Point:
+    """What is spent, and what the model is worth on images that need no protection."""
     with torch.no_grad():
-        return float((model(images.inputs).argmax(1) == images.labels).float().mean())
+        scores = model(public.inputs)  # (N, classes)
+    accuracy = (scores.argmax(1) == public.labels).float().mean()
+    return Point(private.position, private.spent().epsilon, float(accuracy), float(F.cross_entropy(scores, public.labels)))
 
 
-def train(epsilon: float, epochs: int, batch_size: int, images: int, folder: Path) -> tuple[cw.Budget, float]:
+def train(epsilon: float, epochs: int, batch_size: int, images: int, folder: Path, bar: Bar) -> tuple[cw.Budget, float]:
     private_set, public_set = fashion_mnist(train=True), fashion_mnist(train=False)
     dataset = TensorDataset(private_set.inputs[:images], private_set.labels[:images])
     plan = cw.PrivacyPlan.calibrate(
         epsilon=epsilon, delta=1e-5, dataset_size=len(dataset), batch_size=batch_size, epochs=epochs, clipping=cw.flat(1.0)
     )
-    print(f"{len(dataset)} private images, {plan.steps} steps, noise multiplier {plan.noise_multiplier:.3f}")
-    print(f"promised before the first step: {plan.budget()}\n")
+    bar.print(f"{len(dataset)} private images, {plan.steps} steps, noise multiplier {plan.noise_multiplier:.3f}")
+    bar.print(f"promised before the first step: {plan.budget()}\n")
 
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / "checkpoint.pt"
@@ -48,25 +53,27 @@ def train(epsilon: float, epochs: int, batch_size: int, images: int, folder: Pat
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             private.load_state_dict(state["private"])
-            print(f"going on after {private.position} steps")
+            bar.print(f"going on after {private.position} steps")
+        point = None
         while len(loader := private.loader(dataset)) > 0:
             for x, y in loader:
                 losses = F.cross_entropy(model(x), y, reduction="none")  # (B,): one loss an image
                 private.loss(losses).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if sys.stderr.isatty():
-                    sys.stderr.write(f"\r  step {private.position} of {plan.steps}")
+                bar.show(private.position, plan.steps, point)
             parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "private": private.state_dict()}
             torch.save(parts, checkpoint.with_suffix(".new"))
             os.replace(checkpoint.with_suffix(".new"), checkpoint)
-            print(
-                f"\r  step {private.position:4d}: ε = {private.spent().rounded_up()}, accuracy on public images {100 * accuracy(model, public_set):.1f} %"
+            point = measure(private, model, public_set)
+            bar.print(
+                f"  step {point.step:4d}: ε = {rounded_up(point.epsilon)}, public accuracy {100 * point.accuracy:.1f} %, loss {point.loss:.3f}"
             )
-        written = private.report().save(folder)
-        print(f"\n{private.report().statement()}")
-        print("written: " + ", ".join(str(path) for path in written))
-        return private.spent(), accuracy(model, public_set)
+        report = private.report()
+        bar.print(f"\n{report.statement()}\n")
+        for path in report.save(folder):
+            print(path)
+        return private.spent(), (point or measure(private, model, public_set)).accuracy
 
 
 def main(arguments: list[str] | None = None) -> tuple[cw.Budget, float]:
@@ -77,7 +84,8 @@ def main(arguments: list[str] | None = None) -> tuple[cw.Budget, float]:
     parser.add_argument("--images", type=int, default=10_000, help="how many private images there are (default 10000: all)")
     parser.add_argument("--out", type=Path, default=Path("private-run"), help="folder for ledger, checkpoint and report")
     options = parser.parse_args(arguments)
-    return train(options.epsilon, options.epochs, options.batch_size, options.images, options.out)
+    with Bar() as bar:
+        return train(options.epsilon, options.epochs, options.batch_size, options.images, options.out, bar)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """Standard files are read, broken ones are refused with what was expected, and downloads are checked and go on."""
 
 import gzip
+import hashlib
 import http.server
+import io
 import json
 import pickle
 import struct
+import sys
+import tarfile
 import threading
 from pathlib import Path
 
@@ -12,12 +16,12 @@ import pytest
 import torch
 
 import clipwise as cw
-from clipwise.data import fetch, load, read_glove
+from clipwise.data import fetch, load, lsun, read_glove
 from clipwise.data import images as image_sets
 from clipwise.data.download import Progress, download
-from clipwise.data.files import parse_idx, read_cifar_batch, read_idx, read_picture
+from clipwise.data.files import decode_picture, parse_idx, read_cifar_batch, read_idx
 from clipwise.data.reviews import Words, read_imdb
-from clipwise.data.sources import SOURCES, Files, Package, Source
+from clipwise.data.sources import SOURCES, Archive, Files, Package, Source
 
 
 def idx(tensor):
@@ -107,12 +111,74 @@ def test_folders_of_pictures(tmp_path):
             image.new("RGB", (40 + number, 30), (number, 100, 200)).save(tmp_path / kind / f"{number}.png")
     found = load("lsun", tmp_path, size=16)
     assert found.train.inputs.shape == (8, 3, 16, 16) and found.classes == 2 and len(found.test.labels) == 2
-    assert read_picture(tmp_path / "kitchen" / "3.png").shape == (3, 30, 43)
+    assert decode_picture(tmp_path / "kitchen" / "3.png", "3.png").shape == (3, 30, 43)
     (tmp_path / "kitchen" / "bad.jpg").write_bytes(b"no picture")
     with pytest.raises(cw.BadData, match=r"bad\.jpg is not a picture"):
         load("lsun", tmp_path)
     with pytest.raises(cw.BadData, match="holds no pictures"):
         load("lsun", tmp_path / "nowhere")
+
+
+def write_lmdb(path, colours):
+    """A database as LSUN's: keys of 40 letters, values that are pictures in a file format."""
+    lmdb, image = pytest.importorskip("lmdb"), pytest.importorskip("PIL.Image")
+    with lmdb.open(str(path), map_size=2**24) as database, database.begin(write=True) as transaction:
+        for number, colour in enumerate(colours):
+            encoded = io.BytesIO()
+            image.new("RGB", (40, 30), (colour, colour, colour)).save(encoded, "webp" if number % 2 else "jpeg", quality=90)
+            transaction.put(hashlib.sha1(b"%d" % number).hexdigest().encode(), encoded.getvalue())
+
+
+def brightness(examples):
+    """Of each picture, as the byte it was written with."""
+    return (image_sets.LSUN.mean[0] + image_sets.LSUN.std[0] * examples.inputs[:, 0].mean((1, 2))) * 255
+
+
+def test_lsun_as_lmdb(tmp_path):
+    for name, colour in (("bedroom", 50), ("kitchen", 150)):
+        write_lmdb(tmp_path / f"{name}_train_lmdb", [colour] * 10)
+        write_lmdb(tmp_path / f"{name}_val_lmdb", [colour + 50] * 3)
+    (tmp_path / "test_lmdb").mkdir()  # LSUN's test pictures have no labels
+    found = load("lsun", tmp_path, size=16)
+    assert found.train.inputs.shape == (20, 3, 16, 16) and found.test.inputs.shape == (6, 3, 16, 16) and found.classes == 2
+    assert found.train.labels.tolist() == [0] * 10 + [1] * 10
+    torch.testing.assert_close(brightness(found.train), 50 + 100.0 * found.train.labels, atol=3, rtol=0)
+    torch.testing.assert_close(brightness(found.test), 100 + 100.0 * found.test.labels, atol=3, rtol=0)
+
+
+def test_lsun_as_lmdb_without_held_out_pictures(tmp_path):
+    write_lmdb(tmp_path / "bedroom_train_lmdb", range(0, 200, 20))
+    found = load("lsun", tmp_path, size=16)
+    assert (len(found.train.labels), len(found.test.labels), found.classes) == (8, 2, 1)
+    write_lmdb(tmp_path / "kitchen_val_lmdb", [0])
+    with pytest.raises(cw.BadData, match=r"kitchen_train_lmdb and bedroom_val_lmdb are not in"):
+        load("lsun", tmp_path)
+
+
+def test_a_limit_reads_no_more_of_lsun(tmp_path, monkeypatch):
+    for name in ("bedroom", "church", "kitchen"):
+        write_lmdb(tmp_path / f"{name}_train_lmdb", range(40))
+        write_lmdb(tmp_path / f"{name}_val_lmdb", range(40))
+    decoded = []
+    monkeypatch.setattr(lsun, "decode_picture", lambda *given: (decoded.append(1), decode_picture(*given))[1])
+    found = load("lsun", tmp_path, size=8, limit=30)
+    assert found.train.labels.bincount().tolist() == [8] * 3 and found.test.labels.bincount().tolist() == [2] * 3 and len(decoded) == 30
+    assert load("lsun", tmp_path, size=8, limit=4).classes == 3
+
+
+def test_a_broken_lmdb_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "bedroom_train_lmdb"
+    write_lmdb(path, range(100))
+    whole = (path / "data.mdb").read_bytes()
+    (path / "data.mdb").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(cw.BadData, match=r"data\.mdb is cut off"):
+        load("lsun", tmp_path)
+    (path / "data.mdb").write_bytes(b"no database" * 1000)
+    with pytest.raises(cw.BadData, match=r"data\.mdb is not an LMDB"):
+        load("lsun", tmp_path)
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(ImportError, match=r'package lmdb: pip install "clipwise\[data\]"'):
+        load("lsun", tmp_path)
 
 
 REVIEWS = [("A great film, isn't it?<br />Great!", True), ("Dull. DULL!", False)]
@@ -184,7 +250,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         type(self).asked.append(start)
         body = self.content[start:]
-        self.send_response(206 if start else 200)
+        self.send_response(416 if start and not body else 206 if start else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: len(body) - type(self).cut])
@@ -211,11 +277,11 @@ def test_an_interrupted_download_goes_on(tmp_path, server):
     assert (tmp_path / "part").stat().st_size == 255_000
     download(server + "file", tmp_path / "part", Progress("file", said.append))
     assert (tmp_path / "part").read_bytes() == Server.content and Server.asked == [0, 255_000] and said == ["  file: 0.2 MB"]
+    download(server + "file", tmp_path / "part", Progress("file", said.append))  # all of it is there: nothing is left to ask for
+    assert (tmp_path / "part").read_bytes() == Server.content and Server.asked == [0, 255_000, 256_000]
 
 
 def test_fetch(tmp_path, server, monkeypatch):
-    import hashlib
-
     content = idx(torch.arange(10))
     checksum = hashlib.sha256(content).hexdigest()
     Server.content = gzip.compress(content)
@@ -236,6 +302,48 @@ def test_fetch(tmp_path, server, monkeypatch):
     with pytest.raises(cw.BadData, match="another checksum"):
         fetch("toy", place, said.append)
     assert (place / "labels").read_bytes() == content  # what was there is not damaged
-    assert {path.name for path in Path(place).iterdir() if not path.name.startswith(".")} == {"labels"}
+    assert [path.name for path in Path(place).iterdir()] == ["labels"]
     with pytest.raises(cw.BadData, match="cannot be fetched"):
         fetch("lsun")
+
+
+def test_fetch_keeps_what_is_right_and_leaves_nothing_else(tmp_path, server, monkeypatch):
+    content = idx(torch.arange(10))
+    Server.content = gzip.compress(content)
+    files = dict.fromkeys(("images", "labels"), hashlib.sha256(content).hexdigest())
+    elsewhere = Files("http://127.0.0.1:9/", ".gz", {"others": "0" * 64})
+    monkeypatch.setitem(SOURCES, "toy", Source("Toy", "", "", (elsewhere, Files(server, ".gz", files))))
+    (tmp_path / "labels").write_bytes(content)
+    (tmp_path / ".images.gz.part").write_bytes(Server.content[:9])  # of a download that was interrupted
+    (tmp_path / ".others.gz.part").write_bytes(b"of a way that leads nowhere now")
+    said = []
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [9] and "  labels is there already and its checksum agrees" in said
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"images": content, "labels": content}
+
+
+def test_fetch_keeps_an_archive_that_was_unpacked(tmp_path, server, monkeypatch):
+    tree = {"toy/train/a.txt": b"great", "toy/train/b.txt": b"dull", "toy/README": b"reviews"}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in tree.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    Server.content = packed.getvalue()
+    way = Archive(server + "toy.tar.gz", hashlib.md5(Server.content).hexdigest())
+    monkeypatch.setitem(SOURCES, "toy", Source("Toy", "2 reviews", "", (way,)))
+    said = []
+
+    def there():
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    fetch("toy", tmp_path, said.append)
+    assert {name: there()[name] for name in tree} == tree and there().keys() - tree == {".toy.tar.gz.sums"}
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [0] and "already, complete: 2 reviews" in said[-1]
+    (tmp_path / "toy/train/b.txt").write_bytes(b"damaged")
+    (tmp_path / "toy/mine.txt").write_bytes(b"not of the archive")
+    fetch("toy", tmp_path, said.append)
+    assert Server.asked == [0, 0] and {name: there()[name] for name in tree} == tree
+    assert there().keys() - tree == {".toy.tar.gz.sums", "toy/mine.txt"}

@@ -1,11 +1,14 @@
 """clipwise train: what it leaves behind, how it stops and goes on, and what it refuses."""
 
+import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from clipwise.data import Examples
 from clipwise.data import catalog as catalogs
 from clipwise.models.zoo import NAMES, build
 from clipwise.runs import PRESETS, TrainJob, run
+from clipwise.runs.bar import Bar, line
+from clipwise.runs.curve import Point
 
 FILES = {
     "checkpoint.pt",
@@ -42,6 +47,7 @@ def few_images(monkeypatch):
     monkeypatch.setattr(catalogs, "fashion_mnist", few)
 
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for processes that run beside other tests
 SMALL = ["--model", "mlp", "--batch-size", "50", "--epochs", "2", "--delta", "1e-3", "--epsilon", "8"]
 
 
@@ -49,10 +55,14 @@ def test_a_whole_training(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", *SMALL, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "200 private examples, 200 held out and declared public" in printed and "finished: ε = " in printed and "PRIVATE" not in printed
+    assert (
+        "200 private examples, 200 held out and declared public" in printed
+        and "finished\nspent   ε = " in printed
+        and "PRIVATE" not in printed
+    )
     assert {path.name for path in out.iterdir()} >= FILES
     rows = (out / "curve.csv").read_text().splitlines()
-    assert rows[0] == "step,epsilon,public_accuracy" and len(rows) == 3 and rows[2].startswith("8,")
+    assert rows[0] == "step,epsilon,public_accuracy,public_loss" and len(rows) == 3 and rows[2].startswith("8,")
     assert cw.PrivacyPlan.load(out / "plan.json").budget().epsilon <= 8
     assert json.loads((out / "config.json").read_text())["model"] == "mlp"
     with pytest.raises(cw.BadLedger, match="holds a training already"):
@@ -100,6 +110,145 @@ def test_resume(tmp_path, capsys):
     assert json.loads((out / "privacy_report.json").read_text())["budget"]["steps"] == 16
     assert main(["train", "--resume", "--epsilon", "9", "--out", str(out)]) == 1
     assert "goes on with the settings in --out" in capsys.readouterr().err
+
+
+class Killed(BaseException):
+    """Ends a training the way a crash does: nothing is saved on the way out."""
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "clipwise", "train", "--out", str(out)]
+    child = subprocess.Popen([*command, "--model", "mlp", "--batch-size", "50", "--epochs", "1"], stdout=subprocess.DEVNULL, env=ONE_THREAD)
+    while not (out / "ledger").exists() or cw.ledger.read(out / "ledger").spent < 3:
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    counted = cw.ledger.read(out / "ledger").spent
+    assert 3 <= counted < 200 and not (out / "checkpoint.pt").exists()
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, env=ONE_THREAD)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"no checkpoint was written: begins with new weights; {counted} steps are counted" in resumed.stdout
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["private"]
+    assert (state["position"], state["spent"]) == (200 - counted, 200)
+    assert json.loads((out / "privacy_report.json").read_text())["budget"]["steps"] == 200
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "shuffle"])
+@pytest.mark.parametrize("place", ["before the ledger", "after the ledger", "after the last step"])
+def test_killed_where_nothing_is_saved_yet(tmp_path, monkeypatch, capsys, place, sampler):
+    out = tmp_path / "run"
+    job = TrainJob(model="mlp", batch_size=50, epochs=1, delta=1e-3, epsilon=8.0, sampler=sampler)
+
+    def kill(*arguments, **options):
+        if place != "after the last step" or arguments[0] == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        if place != "after the last step":
+            name = {"before the ledger": "PrivateTraining", "after the ledger": "Loop"}[place]
+            patch.setattr(sys.modules["clipwise.runs.run"], name, kill)
+        with pytest.raises(Killed):
+            run(job, out, show=kill, say=lambda text: None)
+    assert (out / "ledger").exists() == (place != "before the ledger")
+    lost = 4 if place == "after the last step" else 0
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{lost} steps are counted" in printed and "accuracy 0.00 %" not in printed
+    state = torch.load(out / "checkpoint.pt", weights_only=True)["private"]
+    assert (state["position"], state["spent"]) == (4 - lost, 4)
+    assert len((out / "curve.csv").read_text().splitlines()) == 2
+
+
+MEASURED = Point(step=3200, epsilon=1.81234, accuracy=0.7431, loss=0.71239)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 59, 79, 99, 200])
+def test_the_bar_fits_its_terminal(columns):
+    for measured in (None, MEASURED):
+        for step in (1, 3999, 4000):
+            assert len(line(step, 4000, measured, columns)) <= columns
+    text = line(3999, 4000, MEASURED, columns)
+    assert columns < 59 or all(part in text for part in (" 3999/4000  at ", "1.813, public ", "74.3 %"))
+    assert columns < 99 or text.endswith(" 3999/4000  at step 3200: ε = 1.813, public accuracy 74.3 %, public loss 0.712")
+    assert line(2000, 4000, None, 200).startswith("[" + "=" * 20 + " " * 20 + "] 2000/4000")
+
+
+def shown(command, columns):
+    """What a terminal of that width shows in the end, line by line, and every picture of the bar on the way."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=ONE_THREAD)
+    os.close(theirs)
+    written = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while piece := os.read(ours, 4096):
+            written += piece
+    os.close(ours)
+    assert child.wait() == 0, written.decode()
+    rows = [row.removesuffix("\r").split("\r\033[K") for row in written.decode().split("\n")]
+    return [row[-1] for row in rows], [picture for row in rows for picture in row if picture.startswith("[")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "point"), [(60, "at 10: ε {}, public {:.1f} %, loss "), (100, "at step 10: ε = {}, public accuracy {:.1f} %, public loss ")]
+)
+def test_what_a_terminal_shows(tmp_path, columns, point):
+    settings = ["--model", "mlp", "--batch-size", "1000", "--epochs", "2", "--out", str(tmp_path / "run")]
+    rows, bars = shown([sys.executable, "-m", "clipwise", "train", *settings], columns)
+    assert max(map(len, bars)) < columns and not any("[" in row for row in rows)
+    assert all(len(row) < columns or " " not in row.strip() for row in rows), rows  # only a path may be longer
+    [header] = [number for number, row in enumerate(rows) if row.split() == "step ε so far public accuracy public loss seconds".split()]
+    _, epsilon, accuracy, *_ = rows[header + 1].split()
+    assert "after the epoch" in bars[0]
+    assert point.format(epsilon, float(accuracy)) in bars[-1] and "/20 " in bars[-1]
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_what_the_demo_shows(tmp_path, columns):
+    example = Path(__file__).parents[1] / "examples" / "train_privately.py"
+    settings = ["--epochs", "2", "--epsilon", "8", "--batch-size", "100", "--images", "500", "--out", str(tmp_path)]
+    rows, bars = shown([sys.executable, str(example), *settings], columns)
+    assert [row for row in rows if row][-3:] == [str(tmp_path / f"privacy_report.{kind}") for kind in ("md", "json", "png")]
+    assert max(map(len, bars)) < columns and not any("[" in row for row in rows)
+    assert all(len(row) < columns or " " not in row for row in rows), rows
+    assert "/10  at " in bars[-1] and "5: ε " in bars[-1] and "loss " in bars[-1]
+
+
+def test_a_refusal_does_not_share_a_line_with_the_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(ValueError), Bar() as bar:
+        bar.show(1, 4, None)
+        raise ValueError
+    drawn = capsys.readouterr().err
+    assert "1/4" in drawn and drawn.endswith("\r\033[K")
+
+
+def test_epsilon_is_accounted_for_once_an_epoch(tmp_path, monkeypatch):
+    real, calls, bars = cw.PrivateTraining.spent, [], []
+    monkeypatch.setattr(cw.PrivateTraining, "spent", lambda self: (calls.append(self.position), real(self))[1])
+    job = TrainJob(model="mlp", batch_size=20, epochs=2, delta=1e-3, epsilon=8.0)
+    run(job, tmp_path / "run", show=lambda *given: bars.append(given), say=lambda text: None)
+    assert calls == [10, 20] and [step for step, _, _ in bars] == [*range(1, 21)]
+    assert [measured and measured.step for _, _, measured in bars] == [None] * 10 + [10] * 10
+
+
+def test_public_loss(tmp_path):
+    job = TrainJob(model="mlp", batch_size=50, epochs=2, delta=1e-3, epsilon=8.0)
+    outcome = run(job, tmp_path / "run", say=lambda text: None)
+    data = catalogs.load("embedded")
+    model = build("mlp", data)
+    model.load_state_dict(torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"])
+    with torch.no_grad():
+        output = model.double()(data.test.inputs.double())  # (N, classes)
+    expected = -sum(float(row.log_softmax(0)[label]) for row, label in zip(output, data.test.labels)) / len(output)
+    assert abs(outcome.loss - expected) < 1e-5 and outcome.accuracy == int((output.argmax(1) == data.test.labels).sum()) / len(output)
+    assert abs(float((tmp_path / "run" / "curve.csv").read_text().splitlines()[-1].split(",")[3]) - expected) < 1e-5
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):

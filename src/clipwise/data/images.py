@@ -1,4 +1,4 @@
-"""Image data sets: MNIST, Fashion-MNIST, CIFAR-10 from their standard files, folders of pictures, and a part of Fashion-MNIST in the package."""
+"""Image data sets: MNIST, Fashion-MNIST, CIFAR-10 from their standard files, and a part of Fashion-MNIST in the package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BadData
-from .files import decompressed, find, parse_idx, read_cifar_batch, read_idx, read_picture
-
-_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+from .files import decode_picture, decompressed, find, parse_idx, read_cifar_batch, read_idx
 
 
 class Examples(NamedTuple):
@@ -91,20 +89,8 @@ def read_cifar10(folder: Path, *, train: bool) -> Examples:
 
 def _sheet(path: Path) -> Tensor:
     """A PNG whose rows are whole images: (N, 3, 32, 32)"""
-    flat = read_picture(path).permute(1, 2, 0).reshape(-1, 32, 32, 3)
+    flat = decode_picture(path, str(path)).permute(1, 2, 0).reshape(-1, 32, 32, 3)
     return flat.permute(0, 3, 1, 2).contiguous()
-
-
-def read_folders(known: ImageSet, folder: Path, *, size: int, limit: int | None = None) -> Examples:
-    """One folder of pictures for each class, as LSUN is unpacked; scaled to size × size."""
-    classes = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    paths = [(path, number) for number, one in enumerate(classes) for path in sorted(one.iterdir()) if path.suffix.lower() in _PICTURES]
-    if not paths:
-        raise BadData(f"{folder} holds no pictures: expected a folder for each class of {known.title}.", "For example bedroom/0001.jpg.")
-    if limit is not None:
-        paths = paths[:: max(1, len(paths) // limit)][:limit]
-    pixels = torch.stack([read_picture(path, size) for path, _ in paths])
-    return known.normalised(pixels, torch.tensor([number for _, number in paths]))
 
 
 def _check(known: ImageSet, pixels: Tensor, labels: Tensor, folder: Path, train: bool) -> None:

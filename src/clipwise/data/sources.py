@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,10 @@ class Archive:
 
     address: str
     md5: str  # as its makers publish it
-    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.address.rpartition("/")[2]
 
     def __str__(self) -> str:
         return self.address
