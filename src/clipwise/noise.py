@@ -16,7 +16,7 @@ def noised(
     sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float, divisor: float,
     randomness: Randomness, purpose: str, step: int,
 ) -> list[Tensor]:  # fmt: skip
-    """For each parameter (sum + deviation·N(0, I)) / divisor, added in float64 and rounded once to the parameter's type.
+    """For each parameter sum/divisor + (deviation/divisor)·N(0, I), added in float64 and rounded once to the parameter's type.
 
     A parameter without a sum gets noise alone. No two parameters, steps or purposes share a number.
     """
@@ -25,12 +25,11 @@ def noised(
         for number, places in enumerate(_chunks(parameters)):
             device = parameters[places[0]].device
             sizes = [parameters[place].numel() for place in places]
-            normals = randomness.gaussians(sum(sizes), f"{purpose} {number}", step, device).mul_(deviation)
+            normals = randomness.gaussians(sum(sizes), f"{purpose} {number}", step, device).mul_(deviation / divisor)
             parts = [noise.view(parameters[place].shape) for place, noise in zip(places, normals.split(sizes))]
             summed = [(noise, total) for place, noise in zip(places, parts) if (total := sums[place]) is not None]
             if summed:
-                torch._foreach_add_([noise for noise, _ in summed], [total for _, total in summed])
-            normals.div_(divisor)
+                torch._foreach_add_([noise for noise, _ in summed], [total for _, total in summed], alpha=1 / divisor)
             for place, noise in zip(places, parts):
                 found[place] = noise.to(parameters[place].dtype, copy=True)  # no view: each has its own version counter
     return found

@@ -30,6 +30,24 @@ Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
 _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
 
 
+class Pause:
+    """A tape that looks away, and no gradients, inside a block. Entered many times a step, so it is a class and not a generator."""
+
+    __slots__ = ("_grad_was_enabled", "_tape", "_was_paused")
+
+    def __init__(self, tape: Tape):
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        self._was_paused, self._tape.paused = self._tape.paused, True
+        self._grad_was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._grad_was_enabled)
+        self._tape.paused = self._was_paused
+
+
 class Tape:
     """Watches the calls of one or several modules. Made by `capture`; handed to `per_example_norms` and `clipped_loss`.
 
@@ -61,7 +79,7 @@ class Tape:
         self.room = math.inf  # so many calls are noted before those that nobody needs are looked for
         self.is_abandoned = False
         self.depth = 0  # captured modules that are running
-        self.nonfinite: Tensor | None = None  # examples of the last losses whose gradient was not finite: private data
+        self.nonfinite: Tensor | None = None  # (B,) on the host: whose gradient was not finite, in the last losses; private data
         self._entered = 0
         self._stack = contextlib.ExitStack()
         self._collected: tuple[weakref.ref[Tensor], Any] | None = None
@@ -114,15 +132,9 @@ class Tape:
         with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
             yield
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> Pause:
         """Our own arithmetic is none of the tape's business, nor of autograd's."""
-        was_paused, self.paused = self.paused, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.paused = was_paused
+        return Pause(self)
 
     def backward(
         self, losses: Tensor, weights: Tensor, receive: Receive | None, *, inputs: Sequence[Tensor] = (), retain_graph: bool

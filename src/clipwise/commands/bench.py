@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,12 @@ def add_to(commands: Any) -> None:
     bench.add_argument("--device", default="auto", help="cpu, cuda …; auto takes a GPU where there is one")
     bench.add_argument("--seconds", type=float, help="how long to time one way on one network")
     bench.add_argument("--memory", type=float, metavar="GB", help="pretend that the GPU has no more (default: 11 for the figure memory)")
-    bench.add_argument("--draw", type=Path, metavar="JSON", help="measure nothing: draw an earlier run's results.json")
+    bench.add_argument("--draw", type=Path, nargs="+", metavar="JSON", help="measure nothing: draw the results.json of earlier runs")
 
 
 def _bench(options: Any) -> None:
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if options.json else (lambda text: print(text, flush=True))
-    run = from_json(json.loads(options.draw.read_text()), FIGURES) if options.draw else _measured(options, say)
+    run = from_json([json.loads(path.read_text()) for path in options.draw], FIGURES) if options.draw else _measured(options, say)
     options.out.mkdir(parents=True, exist_ok=True)
     written = save_numbers(run, options.out)
     pictures = {}
@@ -71,8 +72,13 @@ def _bench(options: Any) -> None:
         for figure, measured in run.figures:
             print(f"\n{figure.title}")
             for statement in figure.statements:
-                print(f"  paper     {statement.paper}\n  measured  {statement.measured(measured)}")
-        print("\nwritten: " + ", ".join(str(path) for path in written))
+                print(_wrapped("paper", statement.paper))
+                print(_wrapped("measured", statement.measured(measured)))
+        print("\nwritten:\n" + "\n".join(f"  {path}" for path in written))
+
+
+def _wrapped(who: str, text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=f"  {who:9s} ", subsequent_indent=" " * 12)
 
 
 def _measured(options: Any, say: Any) -> Run:
@@ -94,7 +100,7 @@ def _measured(options: Any, say: Any) -> Run:
         "methods": ", ".join(options.methods), "memory_gigabytes": options.memory,
     }  # fmt: skip
     run = Run(machine(), about, [])
-    say(f"{describe(run)}\n{note}")
+    say(f"{textwrap.fill(describe(run), 100)}\n{textwrap.fill(note, 100)}")
     for method in options.methods:
         if (reason := available(method)) is not None:
             say(f"without {method}: {reason}")

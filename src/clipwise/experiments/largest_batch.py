@@ -13,13 +13,13 @@ from .contenders import make_step
 from .timing import Settings, is_out_of_memory, tidy_up
 
 
-def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536) -> int:
-    """The largest n ≤ most with fits(n), for a property that once lost stays lost. 0 if not even 1 fits."""
+def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536, precision: float = 0.02) -> int:
+    """The largest n ≤ most with fits(n), or at most 2 % less, for a property that once lost stays lost. 0 if not even 1 fits."""
     low, high = 0, start
     while high < most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
-    while high - low > 1:
+    while high - low > max(1, precision * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

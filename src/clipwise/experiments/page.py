@@ -6,6 +6,8 @@ import base64
 from html import escape
 from pathlib import Path
 
+from ..files import write_whole
+from .case import Case
 from .contenders import ABOUT, NONPRIVATE, NXBP
 from .figure import Figure, Measured, over_nxbp, overhead
 from .report import Run
@@ -25,8 +27,6 @@ td.word, th.word { text-align: left } thead th { background: var(--tint); positi
 
 def save_page(run: Run, folder: Path, pictures: dict[str, Path]) -> Path:
     """index.html, with its pictures inside."""
-    from ..files import write_whole
-
     sections = "\n".join(_section(figure, measured, pictures.get(figure.name)) for figure, measured in run.figures)
     links = "".join(f'<a href="#{figure.name}">{escape(figure.title)}</a>' for figure, _ in run.figures)
     methods = dict.fromkeys(method for _, measured in run.figures for method in measured.methods())
@@ -96,10 +96,7 @@ def _table(figure: Figure, measured: Measured) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _cells(found: Measurement, measured: Measured, case: object) -> str:
-    from .case import Case
-
-    assert isinstance(case, Case)
+def _cells(found: Measurement, measured: Measured, case: Case) -> str:
     if found.largest_batch is not None:
         return f"<td>{found.largest_batch}</td>"
     if found.seconds is None or found.spread is None:

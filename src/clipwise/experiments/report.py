@@ -93,16 +93,19 @@ def _flat_rows(figure: Figure, measured: Measured) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def from_json(values: dict[str, Any], figures: dict[str, Figure]) -> Run:
-    """A run that was written before, to draw its figures again."""
-    read = []
-    for name, content in values["figures"].items():
+def from_json(runs: Sequence[dict[str, Any]], figures: dict[str, Figure]) -> Run:
+    """Runs that were written before, to draw their figures again on one page; all on the machine of the first."""
+    read: list[tuple[Figure, Measured]] = []
+    alike = [{**run["machine"], **run["settings"], "methods": "", "memory_gigabytes": None} for run in runs]
+    if any(other != alike[0] for other in alike):
+        raise ValueError("these runs were measured on different machines, days or settings: draw each on a page of its own")
+    for name, content in (item for run in runs for item in run["figures"].items()):
         rows = [
             (Case(**{key: row[key] for key in Case.__dataclass_fields__}), Measurement(**{key: row[key] for key in Measurement.__dataclass_fields__}))
             for row in content["rows"]
         ]  # fmt: skip
         read.append((figures[name], Measured(rows)))
-    return Run(values["machine"], values["settings"], read)
+    return Run(runs[0]["machine"], runs[0]["settings"], read)
 
 
 def save_numbers(run: Run, folder: Path) -> list[Path]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from .case import Case
 from .figure import Figure, Measured, Statement, over_nxbp
 
-QUICK_BATCH = 4
-
 
 def cases(quick: bool) -> list[Case]:
-    sizes = (64,) if quick else (64, 256)
+    sizes, batch = ((64,), 4) if quick else ((64, 256), 20)
     return [
-        Case(f"ResNet, {size} × {size}", f"{depth}", f"resnet{depth}", "lsun", QUICK_BATCH if quick else 20, size)
-        for size in sizes
-        for depth in (18, 34, 50, 101)
+        Case(f"ResNet, {size} × {size}", f"{depth}", f"resnet{depth}", "lsun", batch, size) for size in sizes for depth in (18, 34, 50, 101)
     ]
 
 

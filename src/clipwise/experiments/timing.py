@@ -32,7 +32,7 @@ class Settings:
     device: torch.device
     real_data: bool = False
     precision: str = "fp32"
-    warm_up: int = 3
+    warm_up: int = 5  # clipwise verifies a model on its steps 1, 2, 4, 8 …; after these, rarely enough for a median
     least: int = 5  # steps that are timed at least
     most: int = 60
     seconds: float = 4.0  # for each way, after which it stops
