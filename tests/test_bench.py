@@ -30,17 +30,20 @@ SMALL = {
 }
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
 @pytest.mark.parametrize("name", SMALL)
-def test_every_way_finds_the_same_clipped_sum(name):
+def test_every_way_finds_the_same_clipped_sum(name, device):
     """What is timed is what is tested: the very functions that `clipwise bench` runs."""
-    model, batches = SMALL[name].prepare(False, CPU)
+    model, batches = SMALL[name].prepare(False, torch.device(device))
     x, y = next(batches)
     sums = {method: find(model, x, y) for method, find in CLIPPED_SUMS.items()}
     for method, found in sums.items():
         assert found.keys() == sums[NXBP].keys()
         size = sum(float(total.square().sum()) for total in sums[NXBP].values()) ** 0.5
         error = sum(float((found[key] - total).square().sum()) for key, total in sums[NXBP].items()) ** 0.5
-        assert 0 < size <= len(y) and error <= 1e-4 * size, (method, error, size)
+        assert 0 < size <= len(y) and error <= (1e-4 if device == "cpu" else 5e-3) * size, (method, error, size)  # cuDNN computes in TF32
 
 
 def test_a_private_step_adds_the_papers_noise():
@@ -109,7 +112,7 @@ def test_figures_are_the_papers(figure):
     cases = FIGURES[figure].cases(False)
     expected = {
         "architecture": (13, {32}), "batch-size": (12, {16, 32, 64, 128}), "depth": (12, {128}), "resnet": (8, {20}), "vgg": (4, {20}),
-        "image-size": (5, {32}), "memory": (2, {1}),
+        "image-size": (5, {32}), "memory": (2, {16, 512}),
     }  # fmt: skip
     assert (len(cases), {case.batch_size for case in cases}) == expected[figure]
     quick = FIGURES[figure].cases(True)

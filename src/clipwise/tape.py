@@ -67,6 +67,7 @@ class Tape:
         self.writes_parameters = False  # the forward pass changes parameters
         self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd
+        self.computes_again = False  # some call lies in a checkpointed region: the backward pass makes it anew
         self.paused = False
         self.is_looking_back = False  # in a backward pass: what moves rows was noted in the forward pass
         self.compiler_silenced = False
@@ -143,7 +144,7 @@ class Tape:
         self.switch.receive = receive
         targets = [self.anchor, *inputs] if receive is not None or not inputs else list(inputs)
         try:
-            with self.looking_back():
+            with self.looking_back() if self.computes_again else self.pause():
                 found = torch.autograd.grad(losses, targets, weights, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" in str(error):

@@ -104,6 +104,11 @@ class Keep(torch.autograd.Function):
         return None, None, None, *grads
 
 
+def has_saving_hooks() -> bool:
+    """Whether tensors that are saved here go through hooks, which may compute them again: activation checkpointing does so."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Tap(torch.autograd.Function):
     """y = x, and in the backward pass `receive(record, dL/dy, kept tensors)`.
 
@@ -127,6 +132,6 @@ class Tap(torch.autograd.Function):
         if receive is not None and grad is not None:
             # asking for what was saved may compute a checkpointed region again, under the tape
             kept = ctx.saved_tensors if ctx.deposit is None else ctx.deposit.take()
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with torch._C.DisableTorchFunction():  # autograd keeps no graph here
                 receive(ctx.record, grad, kept)
         return grad, None, None, None

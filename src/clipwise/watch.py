@@ -21,7 +21,7 @@ from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import tensors_in
-from .taps import Deposit, Record, Slot, Tap
+from .taps import Deposit, Record, Slot, Tap, has_saving_hooks
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -248,6 +248,7 @@ class Watch(TorchFunctionMode):
         if tape.uses is not None:
             for name in tape.marks.names_of(use.tracked):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
+        tape.computes_again = tape.computes_again or has_saving_hooks()
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape

@@ -36,7 +36,7 @@ examples:
 The folder holds results.json and results.csv with every number and the machine, a PNG for each figure, and index.html, a page
 that needs nothing else.
 """
-_QUICK: dict[str, Any] = dict(warm_up=2, least=3, most=20, seconds=0.6)
+_QUICK: dict[str, Any] = dict(warm_up=1, least=3, most=20, seconds=0.5)
 _PAPERS_MEMORY = 11.0
 
 

@@ -36,13 +36,17 @@ class Case:
 
     def prepare(self, real_data: bool, device: torch.device, count: int = 4) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
         """The network, and `count` batches that come round again and again."""
-        wanted = count * self.batch_size
-        data = _load(self.data if real_data else SYNTHETIC + self.data, self.size, wanted)
+        data = self._load(real_data, count)
         torch.manual_seed(0)
-        model = build(self.model, data).to(device).train()
-        rows = torch.arange(wanted) % len(data.train.labels)
-        batches = [(data.train.inputs[part].to(device), data.train.labels[part].to(device)) for part in rows.split(self.batch_size)]
-        return model, cycle(batches)
+        return build(self.model, data).to(device).train(), self.batches(real_data, device, count)
+
+    def batches(self, real_data: bool, device: torch.device, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        train = self._load(real_data, count).train
+        rows = torch.arange(count * self.batch_size) % len(train.labels)
+        return cycle([(train.inputs[part].to(device), train.labels[part].to(device)) for part in rows.split(self.batch_size)])
+
+    def _load(self, real_data: bool, count: int) -> DataSet:
+        return _load(self.data if real_data else SYNTHETIC + self.data, self.size, count * self.batch_size)
 
 
 @lru_cache(maxsize=1)

@@ -55,7 +55,8 @@ def _taped(method: str) -> Sums:
     return sums
 
 
-CLIPPED_SUMS: dict[str, Sums] = {NXBP: _nxbp, "multiLoss": _multiloss, "ReweightGP": _taped("reweight"), "bookkeep": _taped("bookkeep")}
+TAPED = {"ReweightGP": _taped("reweight"), "bookkeep": _taped("bookkeep")}
+CLIPPED_SUMS: dict[str, Sums] = {NXBP: _nxbp, "multiLoss": _multiloss, **TAPED}
 OPACUS = {"Opacus hooks": "hooks", "Opacus ghost": "ghost"}
 NAMES = (NONPRIVATE, *CLIPPED_SUMS, *OPACUS)
 ABOUT = {

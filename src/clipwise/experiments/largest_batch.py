@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from .case import Case
 from .contenders import make_step
@@ -26,12 +27,13 @@ def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536, 
 
 
 def largest_batch(case: Case, method: str, settings: Settings) -> int:
-    """By making two steps at each size that is tried."""
+    """By making two steps at each size that is tried, from case.batch_size on."""
+    model, _ = case.prepare(settings.real_data, settings.device, count=1)
 
     def fits(batch_size: int) -> bool:
         tidy_up()
         try:
-            _two_steps(replace(case, batch_size=batch_size), method, settings)
+            _two_steps(replace(case, batch_size=batch_size), model, method, settings)
         except (torch.OutOfMemoryError, MemoryError):
             return False
         except RuntimeError as error:
@@ -40,17 +42,18 @@ def largest_batch(case: Case, method: str, settings: Settings) -> int:
             raise
         return True
 
-    found = largest(fits)
+    found = largest(fits, start=case.batch_size)
     tidy_up()
     return found
 
 
-def _two_steps(case: Case, method: str, settings: Settings) -> None:
-    model, batches = case.prepare(settings.real_data, settings.device, count=1)
+def _two_steps(case: Case, model: nn.Module, method: str, settings: Settings) -> None:
+    batches = case.batches(settings.real_data, settings.device, count=1)
     step = make_step(method, model, torch.optim.Adam(model.parameters(), lr=1e-3), case.batch_size)
     for _ in range(2):
         with settings.autocast():
             step(*next(batches))
+    model.zero_grad()
 
 
 @contextmanager

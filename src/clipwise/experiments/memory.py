@@ -12,8 +12,8 @@ _LARGE, _SMALL = "ResNet-101, 256 × 256", "ResNet-18, 32 × 32"
 
 def cases(quick: bool) -> list[Case]:
     return [
-        Case("largest batch", _LARGE, "resnet101", "lsun", 1, 256),
-        Case("largest batch", _SMALL, "resnet18", "lsun", 1, 32),
+        Case("largest batch", _LARGE, "resnet101", "lsun", 16, 256),
+        Case("largest batch", _SMALL, "resnet18", "lsun", 512, 32),
     ]
 
 
