@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,13 +28,13 @@ def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536, 
 
 
 def largest_batch(case: Case, method: str, settings: Settings) -> int:
-    """By making two steps at each size that is tried, from case.batch_size on."""
-    model, _ = case.prepare(settings.real_data, settings.device, count=1)
+    """By making two steps at each size that is tried, from case.batch_size on, with a new network that clipwise has yet to verify."""
+    untrained, _ = case.prepare(settings.real_data, torch.device("cpu"), count=1)
 
     def fits(batch_size: int) -> bool:
         tidy_up()
         try:
-            _two_steps(replace(case, batch_size=batch_size), model, method, settings)
+            _two_steps(replace(case, batch_size=batch_size), copy.deepcopy(untrained).to(settings.device), method, settings)
         except (torch.OutOfMemoryError, MemoryError):
             return False
         except RuntimeError as error:
@@ -53,7 +54,6 @@ def _two_steps(case: Case, model: nn.Module, method: str, settings: Settings) ->
     for _ in range(2):
         with settings.autocast():
             step(*next(batches))
-    model.zero_grad()
 
 
 @contextmanager
