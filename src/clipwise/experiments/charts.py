@@ -66,8 +66,12 @@ def _bars(place: Any, figure: Figure, measured: Measured, cases: list[Case], met
             if found is not None and found.why_not == OUT_OF_MEMORY:
                 place.text(x, floor * 1.1, "out of memory", rotation=90, ha="center", va="bottom", fontsize=7, color=_COLOURS[method])
         for x, height, case in bars:
-            words = f"{height:g}" if figure.largest_batch else _faster(measured, case, method)
-            place.text(x, height * 1.04, words, ha="center", va="bottom", fontsize=8 if figure.largest_batch else 6.5, color="#333333")
+            if figure.largest_batch:
+                place.text(x, height * 1.04, f"{height:g}", ha="center", va="bottom", fontsize=8, color="#333333")
+            else:
+                place.text(
+                    x, height * 1.08, _faster(measured, case, method), rotation=90, ha="center", va="bottom", fontsize=7, color="#333333"
+                )
     place.set_xticks(range(len(cases)), [case.label for case in cases])
 
 

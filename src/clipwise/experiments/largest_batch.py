@@ -12,7 +12,7 @@ from torch import nn
 
 from .case import Case
 from .contenders import make_step
-from .timing import Settings, is_out_of_memory, tidy_up
+from .timing import STILL, Settings, is_out_of_memory, tidy_up
 
 
 def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536, precision: float = 0.02) -> int:
@@ -50,7 +50,7 @@ def largest_batch(case: Case, method: str, settings: Settings) -> int:
 
 def _two_steps(case: Case, model: nn.Module, method: str, settings: Settings) -> None:
     batches = case.batches(settings.real_data, settings.device, count=1)
-    step = make_step(method, model, torch.optim.Adam(model.parameters(), lr=1e-3), case.batch_size)
+    step = make_step(method, model, torch.optim.Adam(model.parameters(), lr=STILL), case.batch_size)
     for _ in range(2):
         with settings.autocast():
             step(*next(batches))

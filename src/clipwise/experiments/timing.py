@@ -21,6 +21,7 @@ from .case import Case
 from .contenders import OPACUS, TAPED, Step, available, make_step
 
 OUT_OF_MEMORY = "out of memory"
+STILL = 1e-6  # learning rate: every way is to meet the same network, not one that the others have trained on noise
 _VERIFYING = 3  # more steps to warm up where clipwise verifies the model: on its steps 1, 2, 4, 8, then rarely enough for a median
 _WRITTEN_OUT = ("multiLoss", "Opacus hooks")  # ways that hold every example's gradient
 _COPIES = 3  # … and as many copies of it while they add up
@@ -92,8 +93,10 @@ class _Runner:
             tidy_up()
 
     def wants_more(self, settings: Settings) -> bool:
-        enough = len(self.times) >= settings.least and sum(self.times) >= settings.seconds
-        return self.why_not is None and not enough and len(self.times) < settings.most
+        """A step on which clipwise verifies the model may take a second by itself, so the median counts."""
+        count = len(self.times)
+        enough = count >= settings.least and count * statistics.median(self.times) >= settings.seconds
+        return self.why_not is None and not enough and count < settings.most
 
     def measurement(self) -> Measurement:
         if self.why_not is not None:
@@ -106,7 +109,7 @@ def measure(case: Case, methods: Sequence[str], settings: Settings) -> list[Meas
     """All ways on one network, step by step in turns: whatever else the machine does slows all of them."""
     tidy_up()
     model, batches = case.prepare(settings.real_data, settings.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=STILL)
     runners = [_runner(method, model, optimizer, case, settings) for method in methods]
     for number in range(settings.warm_up + _VERIFYING):
         for runner in runners:
@@ -125,7 +128,7 @@ def _runner(method: str, model: nn.Module, optimizer: torch.optim.Optimizer, cas
     if reason is None and method in OPACUS:
         try:
             own = copy.deepcopy(model)
-            return _Runner(method, make_step(method, own, torch.optim.Adam(own.parameters(), lr=1e-3), case.batch_size))
+            return _Runner(method, make_step(method, own, torch.optim.Adam(own.parameters(), lr=STILL), case.batch_size))
         except Exception as error:  # it refuses a layer
             reason = f"refused: {type(error).__name__}"
     if reason is not None:
