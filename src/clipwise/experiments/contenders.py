@@ -6,6 +6,7 @@ Every step goes from a batch to updated weights by Adam. The private ones clip e
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -106,6 +107,14 @@ def _ordinary(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+def for_opacus(model: nn.Module) -> nn.Module:
+    """A copy of the network that Opacus accepts: with its own LSTM or attention in place of torch's."""
+    from opacus.validators import ModuleValidator
+
+    own = copy.deepcopy(model)
+    return own if ModuleValidator.is_valid(own) else ModuleValidator.fix(own).to(next(model.parameters()).device)
 
 
 def _opacus(mode: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> Step:

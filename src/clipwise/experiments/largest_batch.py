@@ -35,9 +35,7 @@ def largest_batch(case: Case, method: str, settings: Settings) -> int:
         tidy_up()
         try:
             _two_steps(replace(case, batch_size=batch_size), copy.deepcopy(untrained).to(settings.device), method, settings)
-        except (torch.OutOfMemoryError, MemoryError):
-            return False
-        except RuntimeError as error:
+        except Exception as error:
             if is_out_of_memory(error):
                 return False
             raise

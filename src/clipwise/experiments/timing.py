@@ -5,7 +5,6 @@ A way that runs out of memory is shown as such and leaves the others alone.
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ..machine import free_memory
 from .case import Case
-from .contenders import OPACUS, TAPED, Step, available, make_step
+from .contenders import OPACUS, TAPED, Step, available, for_opacus, make_step
 
 OUT_OF_MEMORY = "out of memory"
 STILL = 1e-6  # learning rate: every way is to meet the same network, not one that the others have trained on noise
@@ -80,14 +79,13 @@ class _Runner:
                 self.peak = torch.cuda.max_memory_allocated()
             if warm:
                 self.times.append(time.perf_counter() - start)
-        except (torch.OutOfMemoryError, MemoryError):
-            self.why_not = OUT_OF_MEMORY
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.why_not = OUT_OF_MEMORY
+            elif self.method in OPACUS:
+                self.why_not = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+            else:
                 raise
-            self.why_not = OUT_OF_MEMORY
-        except NotImplementedError as error:
-            self.why_not = str(error).splitlines()[0]
         if self.why_not is not None:
             self.step = _nothing
             tidy_up()
@@ -127,7 +125,7 @@ def _runner(method: str, model: nn.Module, optimizer: torch.optim.Optimizer, cas
     reason = available(method) or _too_large(method, model, case, settings)
     if reason is None and method in OPACUS:
         try:
-            own = copy.deepcopy(model)
+            own = for_opacus(model)
             return _Runner(method, make_step(method, own, torch.optim.Adam(own.parameters(), lr=STILL), case.batch_size))
         except Exception as error:  # it refuses a layer
             reason = f"refused: {type(error).__name__}"
@@ -149,11 +147,11 @@ def _nothing(x: Tensor, y: Tensor) -> None:
     """In place of a step that cannot be made: holds on to nothing."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error)
-        for words in ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
+def is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def tidy_up() -> None:
