@@ -12,7 +12,20 @@ from torch import Tensor
 
 from .derived import example_gradients, pull_back
 from .errors import WrongRule
-from .factors import Dense, Diagonal, Factor, FactorSum, Outer, PartSum, known, row_squares_together, sum_of
+from .factors import (
+    Dense,
+    Diagonal,
+    Factor,
+    FactorSum,
+    Outer,
+    PartSum,
+    Squares,
+    finish,
+    known,
+    products_of_columns,
+    row_squares_together,
+    sum_of,
+)
 from .functions import full_name
 from .layout import Layout, Table, to_rows
 from .numerics import in_working_precision, squared_norms, to_accumulate, unit_roundoff
@@ -142,21 +155,17 @@ class ExampleGradients:
         parts = {key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices())}
         if second_pass is not None or len(parts) < 2:
             parts = {}
-        together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None
+        together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None  # (B, K)
         alone = {
-            key: total.measure(self._budget, second_pass=second_pass)
+            key: total.measures(self._budget, second_pass=second_pass)
             for key, total in self._sums.items()
             if together is None or key not in parts
         }
         if self._pulled is not None:
-            alone |= {key: known(squares) for key, squares in self._pulled.squared_norms(self._budget).items()}
-        vectors = iter(_on_host([vector for squares in alone.values() for vector in squares.vectors]))
-        norms = {key: squares.combine(*(next(vectors) for _ in squares.vectors)) for key, squares in alone.items()}
+            alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._budget).items()}
+        norms = _added_up(alone)
         if together is not None:
-            columns = iter(together.cpu().unbind(1))
-            for key, (matrices, rounding) in parts.items():
-                first, *rest = (next(columns) for _ in matrices)
-                norms[key] = first if not rest else first * rest[0] * rounding
+            norms |= dict(zip(parts, products_of_columns(together.cpu(), [(len(matrices), by) for matrices, by in parts.values()])))
         return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
 
     def masses(self) -> dict[str, Tensor]:
@@ -188,13 +197,14 @@ class ExampleGradients:
         return {name: sums[key] for key, name in names.items() if key in sums}
 
 
-def _on_host(vectors: list[Tensor]) -> list[Tensor]:
-    """By one copy for each device they lie on."""
-    found = list(vectors)
-    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
-        places = [place for place, vector in enumerate(vectors) if vector.device == device]
-        for place, row in zip(places, torch.stack([vectors[place] for place in places]).cpu()):
-            found[place] = row
+def _added_up(measured: dict[int, list[Squares]]) -> dict[int, Tensor]:
+    """Squared norms on the host; those of a parameter's parts are added."""
+    rows = iter(finish([squares for parts in measured.values() for squares in parts]) if measured else ())
+    found = {}
+    for key, parts in measured.items():
+        found[key], *rest = (next(rows) for _ in parts)
+        for other in rest:
+            found[key] = found[key] + other
     return found
 
 

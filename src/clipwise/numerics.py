@@ -57,7 +57,9 @@ def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 def flat_rows(rows: Tensor) -> Tensor:
     """(R, ...) → (R, m), also where R is zero or there is nothing behind it."""
-    return rows if rows.dim() == 2 else rows.unsqueeze(-1).flatten(1)
+    if rows.dim() == 2:
+        return rows
+    return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.unsqueeze(-1).flatten(1)
 
 
 def row_norms(rows: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from .inner import inner
 from .outer import Outer
 from .placed import Placed
 from .rows import Rows
-from .squares import known
+from .squares import Squares, finish, known
 from .sums import FactorSum, PartSum, sum_of
-from .together import row_squares_together
+from .together import products_of_columns, row_squares_together
 
 __all__ = [
     "Convolution",
@@ -24,8 +24,11 @@ __all__ = [
     "PartSum",
     "Placed",
     "Rows",
+    "Squares",
+    "finish",
     "inner",
     "known",
+    "products_of_columns",
     "row_squares_together",
     "sum_of",
 ]

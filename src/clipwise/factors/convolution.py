@@ -54,7 +54,7 @@ class Convolution(Factor):
             grad, input = (side.flatten(3).transpose(1, 2).flatten(2) for side in (self.grad, self.input))  # (B, C, k·L)
             return torch.bmm(grad, input.mT).view(self.batch, *self.shape)
         if self.windows_bytes <= _WINDOWS_THAT_FIT_A_CACHE:
-            return self.as_outer().dense()
+            return self._from_windows() if self.geometry.groups == 1 and self.grad.shape[1] == 1 else self.as_outer().dense()
         grad, input = (side.transpose(0, 1).flatten(1, 2) for side in (self.grad, self.input))  # (k, B·C, *)
         kernels = torch.Size((self.batch * self.shape[0], *self.shape[1:]))
         return self._kernel_gradient(grad, input, kernels, self.geometry.groups * self.batch).view(self.batch, *self.shape)
@@ -74,6 +74,12 @@ class Convolution(Factor):
             grad, input, like_kernel, None, how.stride, how.padding, how.dilation, how.transposed, output_padding, groups,
             [False, True, False],
         )[1]  # fmt: skip
+
+    def _from_windows(self) -> Tensor:
+        """(values, places) · (places, window) for each image: `as_outer().dense()` without its detours."""
+        slid, still = (self.grad, self.input) if self.geometry.transposed else (self.input, self.grad)
+        windows = self._windows(slid[:, 0], still.shape[3:]).reshape(self.batch, self.shape[1:].numel(), -1)  # (B, d, L)
+        return torch.bmm(still.reshape(self.batch, self.shape[0], -1), windows.mT).view(self.batch, *self.shape)
 
     def as_outer(self) -> Outer:
         """The same gradients as Σ over windows of (values at the window's place) ⊗ (window).

@@ -38,7 +38,7 @@ class Dense(Factor):
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact, rows = in_working_precision(weights, self.grad.dtype), flat_rows(self.grad)
-        return (exact @ (rows if clean else drop_rows(rows, exact))).view(self.shape)  # (B,) · (B, n)
+        return torch.mv((rows if clean else drop_rows(rows, exact)).t(), exact).view(self.shape)  # (n, B) · (B,)
 
     def mass(self) -> Tensor:
         return self._mass() if self._mass is not None else row_norms(self.grad)

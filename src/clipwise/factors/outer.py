@@ -53,7 +53,7 @@ class Outer(Factor):
     def single_term_squares(self) -> Squares:
         """‖left‖²·‖right‖², where no example has more than one term in a block."""
         if self.left.shape[1:3] == (1, 1):
-            return Squares((row_norms(self.left), row_norms(self.right)), lambda left, right: (left * right).square())
+            return Squares(row_norms(self.left) * row_norms(self.right))
         return known(self.term_norms().square().flatten(1).sum(1))
 
     def mass(self) -> Tensor:

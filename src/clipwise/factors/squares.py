@@ -2,52 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Squares:
-    """`combine(*vectors)` is ‖g_i‖² for every example. vectors: (B,) each, in float64.
+    """‖g_i‖² = factor·value² + mass_factor·mass² for every example (value itself where it `is_square`). Vectors: (B,), float64.
 
-    Measuring takes large kernels and is done at once; combining takes many small ones, which are free on the host. So the vectors of
-    all parameters are copied there together.
+    Measuring takes large kernels and is done at once. What remains are a few small operations a parameter, which `finish` makes
+    for all parameters together, on the host.
     """
 
-    vectors: tuple[Tensor, ...]
-    combine: Callable[..., Tensor]
+    value: Tensor
+    factor: float = 1.0
+    mass: Tensor | None = None
+    mass_factor: float = 0.0
+    is_square: bool = False
 
     def now(self) -> Tensor:
-        return self.combine(*self.vectors)
+        return finish([self])[0]
 
     def rounded_up(self, factor: float) -> Squares:
         """For values that are rounded once more before they are added up."""
-        return Squares(self.vectors, lambda *vectors: self.combine(*vectors) * factor)
+        return replace(self, factor=self.factor * factor, mass_factor=self.mass_factor * factor)
 
     def with_drift(self, drift: float, mass: Tensor) -> Squares:
         """For sums whose terms may cancel: their error is as large as drift·mass."""
-        return Squares((*self.vectors, mass), lambda *vectors: self.combine(*vectors[:-1]) + (drift * vectors[-1]).square())
-
-
-def together(parts: list[Squares]) -> Squares:
-    """Squared norms of disjoint parts add up."""
-
-    def combine(*vectors: Tensor) -> Tensor:
-        left = list(vectors)
-        first, *rest = (part.combine(*(left.pop(0) for _ in part.vectors)) for part in parts)
-        for other in rest:
-            first = first + other
-        return first
-
-    return Squares(tuple(vector for part in parts for vector in part.vectors), combine)
+        return replace(self, mass=mass, mass_factor=self.mass_factor + drift**2)
 
 
 def known(squares: Tensor) -> Squares:
     """Squared norms that were measured as such."""
-    return Squares((squares,), lambda squares: squares)
+    return Squares(squares, is_square=True)
 
 
-def squared(norms: Tensor) -> Squares:
-    return Squares((norms,), lambda norms: norms.square())
+def finish(measured: Sequence[Squares]) -> list[Tensor]:
+    """The squared norms of each, where its vectors lie if that is the host, else copied there together."""
+    masses = {place: squares.mass for place, squares in enumerate(measured) if squares.mass is not None}
+    vectors = _on_host([*(squares.value for squares in measured), *masses.values()])
+    values = torch.stack(vectors[: len(measured)])  # (P, B)
+    squares = torch.where(_column([float(s.is_square) for s in measured]) > 0, values, values.square())
+    total = squares * _column([s.factor for s in measured])
+    if masses:
+        column = _column([measured[place].mass_factor for place in masses])
+        total.index_add_(0, torch.tensor(list(masses)), torch.stack(vectors[len(measured) :]).square() * column)
+    return list(total.unbind(0))
+
+
+def _column(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+
+
+def _on_host(vectors: list[Tensor]) -> list[Tensor]:
+    """By one copy for each device they lie on."""
+    found = list(vectors)
+    for device in {vector.device for vector in vectors if vector.device.type != "cpu"}:
+        places = [place for place, vector in enumerate(vectors) if vector.device == device]
+        for place, row in zip(places, torch.stack([vectors[place] for place in places]).cpu()):
+            found[place] = row
+    return found

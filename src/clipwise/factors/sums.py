@@ -16,7 +16,7 @@ from .inner import inner, inner_products_are_cheap, inner_roundoff
 from .outer import Outer
 from .placed import Placed, Region, are_disjoint
 from .rows import Rows
-from .squares import Squares, known, squared, together
+from .squares import Squares, finish, known
 
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
 
@@ -52,7 +52,8 @@ class FactorSum:
         stop = self.batch if stop is None else stop
         if self._kept is not None:
             return self._kept.grad[start:stop]
-        first, *rest = (factor.examples(start, stop).dense() for factor in self.factors)
+        whole = (start, stop) == (0, self.batch)
+        first, *rest = ((factor if whole else factor.examples(start, stop)).dense() for factor in self.factors)
         for other in rest:
             first = first + other
         return first
@@ -77,12 +78,16 @@ class FactorSum:
         way = self.way = self._way(budget)
         if way == "keep":
             self._kept = Dense(self.dense())
-            return squared(row_norms(self._kept.grad))
+            return Squares(row_norms(self._kept.grad))
         measured = self._measured(way)
         if way == "written":
             return measured
         rounded = product_roundoff(self.dtype, self.device)
         return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
+
+    def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
+        """Squared norms that add up to that of the whole: here one."""
+        return [self.measure(budget, second_pass=second_pass)]
 
     def _as_added(self, measured: Squares, rounded: float) -> Squares:
         """What a sum of terms that were rounded once more may come to."""
@@ -151,12 +156,12 @@ class FactorSum:
         if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
             return single.single_term_squares()
         if len(self.factors) == 1 and isinstance(single, Dense):
-            return squared(row_norms(single.grad))
+            return Squares(row_norms(single.grad))
         if way == "gram":
             return self._gram()
         step = max(1, chunk_on(self.device) // max(self.shape.numel(), 1))
         chunks = [row_norms(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
-        return squared(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        return Squares(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
 
     def _gram(self) -> Squares:
         """Σ_ab ⟨a, b⟩ plus the most that rounding may have taken away from it."""
@@ -165,8 +170,7 @@ class FactorSum:
             total += inner(a, a)
             for b in self.factors[i + 1 :]:
                 total += 2 * inner(a, b)
-        roundoff = inner_roundoff(self.factors)
-        return Squares((total, self.mass()), lambda total, mass: total.clamp(min=0) + roundoff * mass.square())
+        return Squares(total.clamp(min=0), mass=self.mass(), mass_factor=inner_roundoff(self.factors), is_square=True)
 
 
 class PartSum:
@@ -197,10 +201,10 @@ class PartSum:
         return torch.stack([part.mass() for part in self.parts.values()]).square().sum(0).sqrt()
 
     def squared_norms(self, budget: MemoryBudget) -> Tensor:
-        return self.measure(budget).now()
+        return torch.stack(finish(self.measures(budget))).sum(0)
 
-    def measure(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Squares:
-        return together([part.measure(budget, second_pass=second_pass) for part in self.parts.values()])
+    def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
+        return [part.measure(budget, second_pass=second_pass) for part in self.parts.values()]
 
     @property
     def way(self) -> str:
