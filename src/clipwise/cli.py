@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from . import __version__
 from .commands import bench, data, plan, train
+from .runs.bar import Bar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: Bar().print(f"warning: {message}", sys.stderr)
     try:
         return options.run(options) or 0
     except KeyboardInterrupt:

@@ -50,6 +50,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "workers": dict(type=int, help="processes that load data"),
     "seed": dict(type=int, help="of the first weights; draws and noise do not depend on it"),
     "data-folder": dict(help="where the data set's files are"),
+    "image-size": dict(type=int, help="side of LSUN's pictures (default 64)"),
+    "limit": dict(type=int, help="at most so many of LSUN's pictures, spread over its classes"),
     "glove": dict(help="GloVe's text file of 200 dimensions, for imdb"),
 }
 

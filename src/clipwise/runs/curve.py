@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from ..budget import rounded_up
 from ..files import write_whole
 from ..plan import PrivacyPlan
 from ..plots import new_figure, save_figure
@@ -31,7 +32,7 @@ class Curve:
         """curve.csv and, where matplotlib is installed, curve.png. Returns what was written."""
         lines = [
             "step,epsilon,public_accuracy,public_loss",
-            *(f"{p.step},{p.epsilon:.6f},{p.accuracy:.6f},{p.loss:.6f}" for p in self.points),
+            *(f"{p.step},{rounded_up(p.epsilon, 7)},{p.accuracy:.6f},{p.loss:.6f}" for p in self.points),
         ]
         write_whole(self.folder / "curve.csv", "\n".join(lines) + "\n")
         try:

@@ -40,6 +40,8 @@ class TrainJob:
     workers: int = 0
     seed: int = 0  # of the first weights; noise and draws do not depend on it
     data_folder: str | None = None
+    image_size: int = 64  # side of LSUN's pictures
+    limit: int | None = None  # at most so many of LSUN's pictures
     glove: str | None = None
 
     def __post_init__(self) -> None:

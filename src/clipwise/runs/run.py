@@ -54,7 +54,7 @@ def run(
     """Train and write checkpoint.pt, ledger, plan.json, config.json, curve.csv, curve.png and the privacy report into `out`."""
     _prepare(out, resume)
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if job.device == "auto" else job.device)
-    data = load(job.data, job.data_folder, glove=job.glove)
+    data = load(job.data, job.data_folder, size=job.image_size, glove=job.glove, limit=job.limit)
     plan = PrivacyPlan.load(out / "plan.json") if resume else make_plan(job, len(data.train.labels))
     say(f"data    {data.title}")
     say(f"        {len(data.train.labels)} private examples, {len(data.test.labels)} held out and declared public")
@@ -82,7 +82,7 @@ def _prepare(out: Path, resume: bool) -> None:
         raise BadLedger(
             f"there is nothing to resume in {out}: config.json and plan.json are not both there.", "Leave out --resume to begin."
         )
-    if not resume and (out / "ledger").exists():
+    if not resume and any((out / name).exists() for name in ("ledger", "config.json")):
         raise BadLedger(
             f"{out} holds a training already.",
             "Go on with --resume, or choose another --out: a second training on the same data adds to what is spent.",
