@@ -14,6 +14,7 @@ import clipwise as cw
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import flops
+from clipwise import models
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +117,29 @@ def test_gradients_are_not_kept_beyond_the_memory_budget(monkeypatch):
     forward = 2 * 8 * 100 * 64 * 64
     # forward, gradients written out and forgotten, the weighted sum; a little for the bias
     assert 3 * forward <= counter.get_total_flops() <= 3.01 * forward
+
+
+def test_a_private_step_of_small_layers_takes_few_operations():
+    """Small networks are bound by starting kernels: forward, clipping and sums of the paper's MLP, views included, beside an ordinary step."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    model, x, y = models.mlp(), torch.randn(8, 1, 28, 28), torch.randint(0, 10, (8,))
+
+    def private():
+        with cw.capture(model) as tape:
+            losses = F.cross_entropy(model(x), y, reduction="none")
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+    for _ in range(8):  # verified on steps 1, 2, 4 and 8
+        private()
+    with Count() as ordinary:
+        F.cross_entropy(model(x), y).backward()
+    with Count() as clipped:
+        private()
+    assert clipped.calls <= 2.2 * ordinary.calls, (clipped.calls, ordinary.calls)

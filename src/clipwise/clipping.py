@@ -57,7 +57,7 @@ class Clipping(ABC):
             present = [squared_norms[name] for name in group.names if name in squared_norms]
             if present:
                 squares = whole if len(present) == len(squared_norms) else _total(present)
-                scale = torch.where(finite, self.scale(squares.sqrt(), group.bound), 0.0)
+                scale = self.scale(squares.sqrt(), group.bound).masked_fill(~finite, 0.0)
                 weights |= {name: scale for name in group.names if name in squared_norms}
         return weights, finite
 

@@ -123,7 +123,7 @@ def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
         return weights
     kept_bits = -int(unit_roundoff(dtype) / unit_roundoff(torch.float64))  # all but those that dtype has no room for
     cut = (weights.double().view(torch.int64) & kept_bits).view(torch.float64)
-    return torch.nn.functional.threshold(cut, torch.finfo(dtype).tiny, 0.0).to(dtype)
+    return torch.threshold(cut, torch.finfo(dtype).tiny, 0.0).to(dtype)
 
 
 def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class Dense(Factor):
     @classmethod
     def summed(cls, terms: Tensor, shape: torch.Size | tuple[int, ...]) -> Dense:
         """Σ over all axes of `terms` but the first and the last len(shape). terms: (B, *, *shape)"""
+        if terms.shape[1:] == shape:
+            return cls(terms)
         terms = terms.reshape(terms.shape[0], -1, *shape)  # (B, T, *shape)
         if terms.shape[1] == 1:
             return cls(terms[:, 0])

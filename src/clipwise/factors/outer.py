@@ -41,7 +41,8 @@ class Outer(Factor):
         exact = in_working_precision(weights, self.dtype)
         left, right = scale_rows(self.left, exact, clean=clean), self.right if clean else drop_rows(self.right, exact)
         if self.blocks == 1:
-            return (left.flatten(0, 2).t() @ right.flatten(0, 2)).view(self.shape)
+            total = left.flatten(0, 2).t() @ right.flatten(0, 2)
+            return total if total.shape == self.shape else total.view(self.shape)
         left, right = (side.transpose(0, 1).flatten(1, 2) for side in (left, right))  # (G, B·T, ·)
         return torch.bmm(left.mT, right).view(self.shape)
 
