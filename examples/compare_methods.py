@@ -18,23 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-import clipwise as cw
 from clipwise.data import Examples, fashion_mnist
-from clipwise.methods import nxbp_alone
+from clipwise.experiments.contenders import ABOUT, CLIPPED_SUMS, CLIPPING, NONPRIVATE, losses_of
 from clipwise.models import cnn, mlp
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn}
-METHODS = {
-    "non-private": "an ordinary step",
-    "nxBP": "one forward and backward pass an example",
-    "multiLoss": "autograd on a vector of losses, each gradient written out",
-    "ReweightGP": "the paper's: norms by one backward pass, then another",
-    "bookkeep": "clipwise: norms and the clipped sum from one backward pass",
-}
-CLIPPING = cw.flat(1.0)
+METHODS = {method: what for method, what in ABOUT.items() if method == NONPRIVATE or method in CLIPPED_SUMS}
 
 
 @dataclass
@@ -56,23 +47,14 @@ class Runner:
         self.optimizer.step()
         self.times.append(time.perf_counter() - start)
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """One loss an example."""
-        return F.cross_entropy(self.model(x), y, reduction="none")
-
     def fill_gradients(self, x: Tensor, y: Tensor) -> None:
         """p.grad = Σ clip(g_i) / B; without the clip for the ordinary step."""
-        if self.method == "non-private":
-            (self.losses(x, y).sum() / self.batch_size).backward()
-        elif self.method == "nxBP":
-            sums = nxbp_alone(self.model, self.losses, [x, y], CLIPPING).sums
-            for name, parameter in self.model.named_parameters():
-                parameter.grad = sums[name] / self.batch_size
-        else:
-            name = {"multiLoss": "multiloss", "ReweightGP": "reweight", "bookkeep": "bookkeep"}[self.method]
-            with cw.capture(self.model) as tape:
-                losses = self.losses(x, y)
-            (cw.clipped_loss(tape, losses, CLIPPING, method=name) / self.batch_size).backward()
+        if self.method == NONPRIVATE:
+            (losses_of(self.model, x, y).sum() / self.batch_size).backward()
+            return
+        sums = CLIPPED_SUMS[self.method](self.model, x, y)
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = sums[name] / self.batch_size
 
     @property
     def median(self) -> float:
@@ -134,7 +116,7 @@ def show(name: str, outcomes: list[Outcome], steps: int, seconds: float) -> None
     print(f"  {'method':12s} {'test accuracy':>22s} {'seconds/epoch':>14s} {'x non-private':>14s} {'speed-up':>9s}")
     for o in outcomes:
         learnt = f"{100 * o.accuracy:.1f} % after {o.steps:3d} steps"
-        slower, faster = o.seconds_an_epoch / by_method["non-private"], by_method["nxBP"] / o.seconds_an_epoch
+        slower, faster = o.seconds_an_epoch / by_method[NONPRIVATE], by_method["nxBP"] / o.seconds_an_epoch
         print(f"  {o.method:12s} {learnt:>22s} {o.seconds_an_epoch:14.2f} {slower:14.1f} {faster:9.1f}")
     stopped = [o.method for o in outcomes if o.steps < steps]
     if stopped:
