@@ -43,7 +43,11 @@ def test_every_way_finds_the_same_clipped_sum(name, device):
         assert found.keys() == sums[NXBP].keys()
         size = sum(float(total.square().sum()) for total in sums[NXBP].values()) ** 0.5
         error = sum(float((found[key] - total).square().sum()) for key, total in sums[NXBP].items()) ** 0.5
-        assert 0 < size <= len(y) and error <= (1e-4 if device == "cpu" else 5e-3) * size, (method, error, size)  # cuDNN computes in TF32
+        assert 0 < size <= len(y) and error <= (1e-4 if device == "cpu" else 2e-2) * size, (
+            method,
+            error,
+            size,
+        )  # TF32, and norms that allow for it
 
 
 def test_a_private_step_adds_the_papers_noise():

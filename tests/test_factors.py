@@ -7,7 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.factors import Convolution, Dense, Diagonal, FactorSum, Geometry, Outer, Placed, Rows, inner, row_squares_together, sum_of
+from clipwise.factors import (
+    Convolution,
+    Dense,
+    Diagonal,
+    FactorSum,
+    Geometry,
+    Outer,
+    Placed,
+    Rows,
+    Squares,
+    finish,
+    inner,
+    row_squares_together,
+    sum_of,
+)
 from clipwise.factors import sums as sums_module
 from clipwise.factors.placed import Region, Storage, are_disjoint
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
@@ -224,3 +238,15 @@ def test_norms_of_many_matrices_together():
     assert row_squares_together([grad, grad.double()]) is None  # two precisions
     assert row_squares_together([torch.zeros(2, 2**16)]) is None  # not worth copying
     assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad])).all()
+
+
+def test_norms_are_finished_on_the_host_whatever_the_default_device():
+    grad = torch.randn(B, 3)
+    with torch.device("meta"):
+        [found] = finish([Squares(grad.double().norm(dim=1), mass=torch.ones_like(grad[:, 0].double()), mass_factor=0.25)])
+    torch.testing.assert_close(found, grad.double().square().sum(1) + 0.25)
+
+
+def test_a_matrix_of_zeros_and_ones_stays_small():
+    """One example, many parameters: adding up by a product would need their number squared."""
+    assert row_squares_together([torch.zeros(1, 2000) for _ in range(30)]) is None

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
+from clipwise.methods.nxbp import _RunningSum
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, examples
 
@@ -114,3 +115,52 @@ def test_a_batch_of_one(network, method):
     found = cw.clipped_gradients(tape, losses, cw.flat(0.05), method=method)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_a_row_that_is_nobodys():
+    """Its gradient is NaN throughout, so that nobody can be found who owns it; nothing of it gets into the sum."""
+
+    class Permuted(nn.Module):
+        def __init__(self, batch):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(batch, 64) + 0.5)
+
+        def forward(self, x, order):
+            return torch.sqrt(x[order] * self.weight).sum(1)
+
+    torch.manual_seed(0)
+    order = torch.randperm(16)
+    model, x = Permuted(16), torch.rand(16, 64) + 0.5
+    x[2] = 0
+    with cw.capture(model) as tape:
+        losses = model(x, order)[order.argsort()]
+    assert losses.isfinite().all()
+    assert cw.clipped_gradients(tape, losses, cw.flat(1.0))["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_an_infinite_loss_with_a_finite_gradient(method):
+    """It contributes nothing, by every method, and the scalar's value stays finite."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    offset = torch.tensor([0.0, torch.inf, 0.0, 0.0])
+
+    def clipped(rows):
+        with cw.capture(model) as tape:
+            losses = model(x[rows])[:, 0] + offset[rows]
+        return tape, cw.clipped_loss(tape, losses, cw.flat(0.1), method=method)
+
+    tape, loss = clipped([0, 1, 2, 3])
+    assert tape.nonfinite.tolist() == [False, True, False, False] and loss.isfinite()
+    loss.backward()
+    found = model.weight.grad.clone()
+    model.zero_grad()
+    clipped([0, 2, 3])[1].backward()
+    torch.testing.assert_close(found, model.weight.grad)
+
+
+def test_one_at_a_time_rounds_no_weight_up():
+    """The first parameter's precision is not the others'."""
+    running = _RunningSum(cw.flat(6.6e-4), ["a", "b"])
+    running.add([torch.zeros(1, dtype=torch.float64), torch.full((10**6,), 3e38)], torch.zeros(1))
+    assert float(running.sums["b"].double().norm()) <= 6.6e-4

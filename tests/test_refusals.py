@@ -305,3 +305,64 @@ def test_the_id_of_what_was_freed_is_not_taken_for_it():
     for _ in range(20):
         tape, losses = losses_of(model, torch.randn(5, 3))
         cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+
+
+class _OwnCheckpoint(torch.autograd.Function):
+    """Computes a region again in the backward pass and back-propagates it there, as reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx, region, x):
+        ctx.region = region
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return region(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.region(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class _HidesALayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.c(_OwnCheckpoint.apply(lambda h: torch.tanh(self.b(h)), self.a(x)))[:, 0]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_function_that_back_propagates_by_itself(method, batch):
+    """Its gradients would lie in p.grad unclipped."""
+    model = _HidesALayer()
+    with cw.capture(model) as tape:
+        losses = model(torch.randn(batch, 4)).square()
+    with pytest.raises(cw.Refusal):
+        cw.clipped_loss(tape, losses, cw.flat(1e-3), method=method).backward()
+    assert model.b.weight.grad is None
+
+
+def test_a_module_in_the_place_of_another_is_verified_anew():
+    class Head(nn.Module):
+        def __init__(self, mixing):
+            super().__init__()
+            self.layer, self.mixing = nn.Linear(5, 1), mixing
+
+        def forward(self, h):
+            return self.layer(self.mixing @ h)[:, 0]
+
+    model = nn.Sequential(nn.Linear(4, 5), Head(torch.eye(6)))
+    for _ in range(20):
+        with cw.capture(model) as tape:
+            losses = model(torch.randn(6, 4)).square()
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    model[1] = Head(torch.ones(6, 6) / 6)
+    with cw.capture(model) as tape:
+        losses = model(torch.randn(6, 4)).square()
+    with pytest.raises(cw.Refusal):
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))

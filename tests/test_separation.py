@@ -308,3 +308,18 @@ def test_a_vanishing_gradient_is_no_mixing(smallest, flushed):
         losses = model(x).square().sum(1) * sure
     sums = cw.clipped_gradients(tape, losses, cw.flat(0.01))
     assert all(total.isfinite().all() for total in sums.values())
+
+
+def test_float16_is_not_verified_on_every_step(monkeypatch):
+    """Its small gradients are all it has: they prove where examples lie."""
+    from clipwise import collect
+
+    verified = []
+    real = collect.verified_gradients
+    monkeypatch.setattr(collect, "verified_gradients", lambda *args: verified.append(1) or real(*args))
+    model = nn.Linear(4, 3).half()
+    for _ in range(20):
+        with cw.capture(model) as tape:
+            losses = model(torch.randn(8, 4).half()).float().square().sum(1) * 1e-4
+        cw.clipped_gradients(tape, losses, cw.flat(1e-3))
+    assert len(verified) <= 6  # steps 1, 2, 4, 8, 16, and what the first ones left open

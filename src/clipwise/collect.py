@@ -70,7 +70,7 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
         else:
             gradients.add(record, grad, kept, known[record.key])
 
-    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph)
+    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph, known=not is_new)
     tape.check_unspent(losses, heard)
     if not heard:
         check_coverage(losses, tape.marks)  # names a use that the tape did not see, if there is one

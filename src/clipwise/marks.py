@@ -11,6 +11,8 @@ gradients are exact too, only slower. Neither gives a wrong number.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ from .structure import tensors_in
 from .weak import WeakTable
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
+_serials: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # a module that takes another's place has another number
+_counter = itertools.count()
 _RANDOM = 3  # a constant that is drawn anew in every step
 
 
@@ -45,6 +49,7 @@ class Marks:
         self.parameters: dict[int, Tensor] = {}
         self.names: dict[int, str] = {}
         self.owners: dict[int, tuple[str, nn.Module]] = {}
+        self.labels: dict[int, tuple[str, int]] = {}  # name and module: what a tap is known by from step to step
         self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
         self._state_storages: dict[int, str] = {}
         self._entries: WeakTable[Derived | int] = WeakTable()
@@ -95,6 +100,7 @@ class Marks:
             self.parameters[id(parameter)] = parameter
             self.names[id(parameter)] = name
             self.owners[id(parameter)] = (path, module)
+            self.labels[id(parameter)] = (name, _serials.setdefault(module, next(_counter)))
             self._add_state(name, parameter)
 
     def _add_state(self, name: str, tensor: Tensor) -> None:

@@ -48,11 +48,13 @@ def wider_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if low or tensor.device.type == "mps" else torch.float64
 
 
-def product_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """The unit roundoff of the *inputs* of a matrix product: TF32 rounds float32 inputs to 11 bits when it is switched on."""
-    if dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-11
-    return unit_roundoff(dtype)
+def product_roundoff(dtype: torch.dtype, device: torch.device, *, convolution: bool = False) -> float:
+    """The unit roundoff of the *inputs* of a matrix product: TF32 rounds float32 inputs to 11 bits where it is switched on.
+
+    For matrix products it is off by default, for convolutions by cuDNN it is on.
+    """
+    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolution and torch.backends.cudnn.allow_tf32)
+    return 2.0**-11 if tf32 and dtype == torch.float32 and device.type == "cuda" else unit_roundoff(dtype)
 
 
 def flat_rows(rows: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
 
 def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in another precision, never larger than they were; below the smallest normal number they are zero.
+    """Weights in another precision, never larger than they were; below its smallest normal number they are zero.
 
     A denormal weight is rounded by up to half its size, which would let an example of norm 1e44 through at twice the bound.
     Weights that have this precision already are taken as they are.
@@ -123,6 +125,8 @@ def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
         return weights
     kept_bits = -int(unit_roundoff(dtype) / unit_roundoff(torch.float64))  # all but those that dtype has no room for
     cut = (weights.double().view(torch.int64) & kept_bits).view(torch.float64)
+    if dtype == torch.float16:
+        cut = cut.clamp(max=torch.finfo(dtype).max)
     return torch.threshold(cut, torch.finfo(dtype).tiny, 0.0).to(dtype)
 
 

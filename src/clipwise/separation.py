@@ -76,6 +76,7 @@ class Measurement:
         self.batch = batch
         self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
         self._spacing = max(map(_spacing_near_zero, dtypes))
+        self._vanishing = 0.0 if torch.float16 in dtypes else 256 * self._spacing / self._tolerance  # smaller entries prove nothing
         self.is_zero = not bool((grad != 0).any())
         self.stays_zero = self.is_zero
         self.says_nothing = not bool((grad.isfinite() & (grad != 0)).any())
@@ -130,7 +131,7 @@ class Measurement:
         if len(simplest) != 1:
             return None, False
         rows = flat_rows(to_rows(self.grad, simplest[0].axes))
-        speaking = (rows.isfinite() & (rows.abs() > 256 * self._spacing / self._tolerance)).any(1)
+        speaking = (rows.isfinite() & (rows.abs() > self._vanishing)).any(1)
         return simplest[0], self._owners(simplest[0], len(rows))[speaking].unique().numel() > 1
 
     def read(self, weighted: Tensor) -> None:

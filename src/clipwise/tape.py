@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .coverage import reentrant_checkpoint
-from .errors import ConsumedTape, Refusal, UncoveredUse
+from .errors import ConsumedTape, Refusal, UncoveredUse, UnseenUse
 from .experience import Experience
 from .kept import remember_examples
 from .marks import EXAMPLE, Marks
@@ -138,13 +138,24 @@ class Tape:
         return Pause(self)
 
     def backward(
-        self, losses: Tensor, weights: Tensor, receive: Receive | None, *, inputs: Sequence[Tensor] = (), retain_graph: bool
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        receive: Receive | None,
+        *,
+        inputs: Sequence[Tensor] = (),
+        retain_graph: bool,
+        known: bool = False,
     ) -> list[Tensor | None]:
-        """One backward pass of Σ weights[i]·losses[i], with the taps handing over to `receive`; gradients of `inputs`, if any."""
+        """One backward pass of Σ weights[i]·losses[i], with the taps handing over to `receive`; gradients of `inputs`, if any.
+
+        The tape is on meanwhile, to see what is computed again, unless the way is `known` and nothing in it is.
+        """
+        before = {} if known else {name: _stamp(parameter.grad) for name, parameter in self.marks.trainable().items()}
         self.switch.receive = receive
         targets = [self.anchor, *inputs] if receive is not None or not inputs else list(inputs)
         try:
-            with self.looking_back() if self.computes_again else self.pause():
+            with self.pause() if known and not self.computes_again else self.looking_back():
                 found = torch.autograd.grad(losses, targets, weights, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
@@ -154,7 +165,19 @@ class Tape:
             raise
         finally:
             self.switch.receive = None
+        self._check_untouched(before)
         return list(found[len(targets) - len(inputs) :])
+
+    def _check_untouched(self, before: dict[str, tuple[int, int] | None]) -> None:
+        """autograd.grad leaves p.grad alone: what changed it back-propagates by itself, past every tap."""
+        for name, parameter in self.marks.trainable().items() if before else ():
+            if _stamp(parameter.grad) != before[name]:
+                if before[name] is None:
+                    parameter.grad = None
+                raise UnseenUse(
+                    f"a function of the model back-propagates by itself into {name}{self.marks.where([parameter])}, where nothing clips it.",
+                    "Use torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in its place, or freeze the parameter; then clear p.grad.",
+                )
 
     def remember(self, losses: Tensor, collected: Any) -> None:
         self._collected = (weakref.ref(losses), collected)
@@ -197,6 +220,10 @@ class Tape:
         """The block is over: what was kept in modules belongs to it."""
         self.marks.remember_constants()
         remember_examples(self.modules, lambda tensor: self.marks.kind(tensor) == EXAMPLE)
+
+
+def _stamp(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), grad._version)
 
 
 _RUN_AGAIN = "Run the model again inside capture() and use the new losses; per_example_norms may come before clipped_loss, not after."

@@ -242,7 +242,7 @@ class Watch(TorchFunctionMode):
         tape = self.tape
         if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
             raise self._not_covered(use, "takes part in complex arithmetic")
-        key = tape.trail = hash((tape.trail, output.dim(), *[tape.marks.names.get(id(weight)) for weight in use.tracked]))
+        key = tape.trail = hash((tape.trail, output.dim(), *[tape.marks.labels.get(id(weight)) for weight in use.tracked]))
         if not tape.needs_graph:
             tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
         if tape.uses is not None:

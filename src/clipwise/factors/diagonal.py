@@ -30,9 +30,9 @@ class Diagonal(Factor):
         return from_rows(self.rows.masked_fill(~self._mine(self.rows.dim()), 0), self.axes, self.shape)
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
-        mine = self._mine(2)[..., 0]  # (B, R)
+        mine = self._mine(2)[..., 0]  # (B, R); a row that is nobody's enters no norm and may hold anything: it is dropped always
         row_weights = torch.where(mine, weights[:, None], 0).sum(0)
-        return from_rows(scale_rows(self.rows, row_weights, clean=clean).unsqueeze(0), self.axes, self.shape)[0]
+        return from_rows(scale_rows(self.rows, row_weights).unsqueeze(0), self.axes, self.shape)[0]
 
     def mass(self) -> Tensor:
         return torch.where(self._mine(2)[..., 0], squared_norms(self.rows), 0).sum(1).sqrt()

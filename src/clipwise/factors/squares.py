@@ -49,12 +49,12 @@ def finish(measured: Sequence[Squares]) -> list[Tensor]:
     total = squares * _column([s.factor for s in measured])
     if masses:
         column = _column([measured[place].mass_factor for place in masses])
-        total.index_add_(0, torch.tensor(list(masses)), torch.stack(vectors[len(measured) :]).square() * column)
+        total.index_add_(0, torch.tensor(list(masses), device="cpu"), torch.stack(vectors[len(measured) :]).square() * column)
     return list(total.unbind(0))
 
 
 def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu").unsqueeze(1)
 
 
 def _on_host(vectors: list[Tensor]) -> list[Tensor]:

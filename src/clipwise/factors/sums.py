@@ -74,7 +74,7 @@ class FactorSum:
         Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u, a percent under bf16.
         """
         if second_pass is not None:
-            return self._as_added(self._measured("tiles"), unit_roundoff(second_pass))
+            return self._as_added(self._measured("tiles"), max(unit_roundoff(second_pass), self._rounded()))
         way = self.way = self._way(budget)
         if way == "keep":
             self._kept = Dense(self.dense())
@@ -82,12 +82,16 @@ class FactorSum:
         measured = self._measured(way)
         if way == "written":
             return measured
-        rounded = product_roundoff(self.dtype, self.device)
+        rounded = self._rounded()
         return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
 
     def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
         """Squared norms that add up to that of the whole: here one."""
         return [self.measure(budget, second_pass=second_pass)]
+
+    def _rounded(self) -> float:
+        """How far the inputs of the products that make up the sum are rounded."""
+        return product_roundoff(self.dtype, self.device, convolution=any(isinstance(f, Convolution) for f in self.factors))
 
     def _as_added(self, measured: Squares, rounded: float) -> Squares:
         """What a sum of terms that were rounded once more may come to."""

@@ -21,7 +21,9 @@ def row_squares_together(matrices: Sequence[Tensor]) -> Tensor | None:
     """
     first = matrices[0]
     same = all(matrix.dtype == first.dtype and matrix.device == first.device for matrix in matrices)
-    if not same or sum(matrix.numel() for matrix in matrices) > _WORTH_COPYING.get(first.device.type, 0):
+    numbers = sum(matrix.numel() for matrix in matrices)
+    added_up = numbers // max(len(first), 1) * len(matrices)  # what the matrix of zeros and ones holds
+    if not same or max(numbers, added_up) > _WORTH_COPYING.get(first.device.type, 0):
         return None
     distinct: dict[tuple[int, torch.Size], int] = {}
     flat: list[Tensor] = []
@@ -39,7 +41,7 @@ def row_squares_together(matrices: Sequence[Tensor]) -> Tensor | None:
 @lru_cache(maxsize=64)
 def _indicator(lengths: tuple[int, ...], places: tuple[int, ...], device: torch.device) -> Tensor:
     """(Σ lengths, K): column k is one on the stretch places[k]."""
-    stretches = torch.block_diag(*(torch.ones(length, 1, dtype=torch.float64) for length in lengths))
+    stretches = torch.block_diag(*(torch.ones(length, 1, dtype=torch.float64, device="cpu") for length in lengths))
     return stretches[:, list(places)].to(device)
 
 
@@ -56,4 +58,5 @@ def _pairs(groups: tuple[tuple[int, float], ...]) -> tuple[Tensor, Tensor, Tenso
     starts = [sum(n for n, _ in groups[:k]) for k in range(len(groups))]
     ones = sum(n for n, _ in groups)
     second = [start + 1 if n == 2 else ones for start, (n, _) in zip(starts, groups)]
-    return torch.tensor(starts), torch.tensor(second), torch.tensor([factor for _, factor in groups], dtype=torch.float64)
+    factors = torch.tensor([factor for _, factor in groups], dtype=torch.float64, device="cpu")
+    return torch.tensor(starts, device="cpu"), torch.tensor(second, device="cpu"), factors

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..clipping import Clipping
 from ..collect import collect
-from ..numerics import in_working_precision, to_accumulate
+from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
 from .base import Clipped, from_factors, mean_weights
 
@@ -28,17 +28,18 @@ class _RunningSum:
         self._names = names
         self._is_one_group = len(clipping.groups(names)) == 1
 
-    def add(self, found: Sequence[Tensor | None]) -> None:
-        """One example's gradients, in the order of the names."""
+    def add(self, found: Sequence[Tensor | None], loss: Tensor) -> None:
+        """One example's gradients, in the order of the names, and its loss. loss: (1,)"""
         names = [name for name, grad in zip(self._names, found) if grad is not None]
         grads = [to_accumulate(grad) for grad in found if grad is not None]
         squares = torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square()  # (P,)
         norms = {names[0]: squares.sum(0, keepdim=True)} if self._is_one_group else dict(zip(names, squares.split(1)))
-        weights, finite = self._clipping.weights(norms, self._names)
+        weights, finite = self._clipping.weights(norms, self._names, loss)
         self.weights.append(mean_weights(weights))
         self.finite.append(finite)
         if self._is_one_group:
-            scaled = list(torch._foreach_mul(grads, in_working_precision(weights[names[0]], grads[0].dtype)[0]))
+            coarsest = max((grad.dtype for grad in grads), key=unit_roundoff)  # a weight of that precision is exact in the others too
+            scaled = list(torch._foreach_mul(grads, in_working_precision(weights[names[0]], coarsest)[0]))
         else:
             scaled = [grad * in_working_precision(weights[name], grad.dtype)[0] for name, grad in zip(names, grads)]
         if list(self.sums) == names:
@@ -63,10 +64,10 @@ def nxbp(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
         return from_factors(tape, losses, collected, clipping)
     parameters = tape.marks.trainable()
     running = _RunningSum(clipping, list(parameters))
-    for row in torch.eye(len(losses), dtype=losses.dtype, device=losses.device):
+    for number, row in enumerate(torch.eye(len(losses), dtype=losses.dtype, device=losses.device)):
         found = tape.backward(losses, row, None, inputs=list(parameters.values()), retain_graph=True)
         with tape.pause():
-            running.add(found)
+            running.add(found, losses[number : number + 1].detach())
     return running.result() if running.all_finite() else from_factors(tape, losses, collected, clipping)
 
 
@@ -78,8 +79,8 @@ def nxbp_alone(model: nn.Module, losses_of: Callable[..., Tensor], batch: Sequen
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     running = _RunningSum(clipping, list(parameters))
     for i in range(len(batch[0])):
-        loss = losses_of(*(rows[i : i + 1] for rows in batch)).sum()
-        running.add(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+        loss = losses_of(*(rows[i : i + 1] for rows in batch))  # (1,)
+        running.add(torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True), loss.detach())
     if not running.all_finite():
         raise ValueError("nxbp_alone is for finite gradients; an example here has NaN or Inf")
     return running.result()
