@@ -337,11 +337,14 @@ def _column_means(z):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_mixing_in_the_loss(name):
+    """Refused on the first step, or on one of the next that verify (2, 4): examples are exchanged at random, and about one time in a
+    hundred an exchange leaves it open who lies above a median."""
     x, y = data()
     for _ in range(5):
         model = mlp()
         with pytest.raises(cw.MixedExamples):
-            step(model, lambda model=model: HEADS[name](model(x), y))
+            for _ in range(4):
+                step(model, lambda model=model: HEADS[name](model(x), y))
 
 
 def test_a_gate_in_the_loss_that_is_closed_so_far():
