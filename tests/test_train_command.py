@@ -161,6 +161,18 @@ def test_killed_where_nothing_is_saved_yet(tmp_path, monkeypatch, capsys, place,
     assert len((out / "curve.csv").read_text().splitlines()) == 2
 
 
+def test_killed_between_settings_and_plan(tmp_path, monkeypatch):
+    """Nothing was released and there is nothing to resume: the training begins anew."""
+    out = tmp_path / "run"
+    job = TrainJob(model="mlp", batch_size=50, epochs=1, delta=1e-3, epsilon=8.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cw.PrivacyPlan, "save", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            run(job, out, say=lambda text: None)
+    assert {path.name for path in out.iterdir()} == {"config.json"}
+    assert run(job, out, say=lambda text: None).finished
+
+
 MEASURED = Point(step=3200, epsilon=1.81234, accuracy=0.7431, loss=0.71239)
 
 

@@ -82,7 +82,7 @@ def _prepare(out: Path, resume: bool) -> None:
         raise BadLedger(
             f"there is nothing to resume in {out}: config.json and plan.json are not both there.", "Leave out --resume to begin."
         )
-    if not resume and any((out / name).exists() for name in ("ledger", "config.json")):
+    if not resume and any((out / name).exists() for name in ("ledger", "plan.json")):  # the plan is the last to be written before it
         raise BadLedger(
             f"{out} holds a training already.",
             "Go on with --resume, or choose another --out: a second training on the same data adds to what is spent.",
