@@ -1,4 +1,4 @@
-"""The machine a number was measured on: processor, GPU, versions, the day."""
+"""The machine at hand: which device to take, what it is called, how much memory is left."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def chosen_device(name: str) -> torch.device:
+    """ "cpu", "cuda:1" …; "auto" is a GPU where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def free_memory() -> int:

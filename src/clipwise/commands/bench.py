@@ -14,10 +14,11 @@ import torch
 from ..experiments import FIGURES
 from ..experiments.charts import save_chart
 from ..experiments.contenders import NAMES, available
+from ..experiments.memory import PAPERS_GIGABYTES
 from ..experiments.page import describe, save_page
 from ..experiments.report import TABLE_HEAD, Run, as_json, from_json, measure_figure, save_numbers
 from ..experiments.timing import Settings
-from ..machine import machine
+from ..machine import chosen_device, machine
 from .base import add_command
 
 _BENCH = f"""\
@@ -37,7 +38,6 @@ The folder holds results.json and results.csv with every number and the machine,
 that needs nothing else.
 """
 _QUICK: dict[str, Any] = dict(warm_up=1, least=3, most=20, seconds=0.5)
-_PAPERS_MEMORY = 11.0
 
 
 def add_to(commands: Any) -> None:
@@ -82,7 +82,7 @@ def _wrapped(who: str, text: str) -> str:
 
 
 def _measured(options: Any, say: Any) -> Run:
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    device = chosen_device(options.device)
     if options.precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True
     chosen = dict(_QUICK) if options.quick else {}
@@ -110,7 +110,7 @@ def _measured(options: Any, say: Any) -> Run:
             continue
         start = time.monotonic()
         say(f"\n{figure.title}\n{TABLE_HEAD}")
-        memory = options.memory if options.memory is not None or not figure.largest_batch else _PAPERS_MEMORY
+        memory = options.memory if options.memory is not None or not figure.largest_batch else PAPERS_GIGABYTES
         measured = measure_figure(figure, options.methods, settings, quick=options.quick, memory_gigabytes=memory, say=say)
         say(f"  {time.monotonic() - start:.0f} s")
         run.figures.append((figure, measured))

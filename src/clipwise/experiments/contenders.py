@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping import flat
-from ..methods import multiloss_alone, nxbp_alone
+from ..methods import multiloss_alone, nxbp_alone, trainable
 from ..noise import noised
 from ..randomness import Fast
 from ..release import clipped_gradients
@@ -35,16 +35,12 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).float(), y, reduction="none")
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def _nxbp(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return nxbp_alone(model, lambda x, y: losses_of(model, x, y), [x, y], CLIPPING).sums
 
 
 def _multiloss(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    return multiloss_alone(_trainable(model), losses_of(model, x, y), CLIPPING).sums
+    return multiloss_alone(model, losses_of(model, x, y), CLIPPING).sums
 
 
 def _taped(method: str) -> Sums:
@@ -84,7 +80,7 @@ def make_step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, bat
         return _ordinary(model, optimizer)
     if name in OPACUS:
         return _opacus(OPACUS[name], model, optimizer, batch_size)
-    parameters, clipped_sums, randomness = _trainable(model), CLIPPED_SUMS[name], Fast()
+    parameters, clipped_sums, randomness = trainable(model), CLIPPED_SUMS[name], Fast()
 
     def step(x: Tensor, y: Tensor) -> None:
         sums = clipped_sums(model, x, y)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .case import Case
 from .contenders import NONPRIVATE, NXBP
-from .timing import OUT_OF_MEMORY, Measurement
+from .timing import Measurement
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Measured:
 
     def methods(self) -> list[str]:
         """Ways that were tried somewhere; one that could be tried nowhere is left out."""
-        found = dict.fromkeys(measurement.method for _, measurement in self.rows if measurement.why_not in (None, OUT_OF_MEMORY))
-        return list(found)
+        return list(dict.fromkeys(found.method for _, found in self.rows if found.is_shown))
 
     def of(self, case: Case, method: str) -> Measurement | None:
         return next((found for at, found in self.rows if at == case and found.method == method), None)
@@ -69,9 +68,6 @@ class Measured:
         found = [(f"{case.label}, {case.panel}", self.ratio(case, NXBP, method)) for case in self.cases(panel)]
         return [(label, ratio) for label, ratio in found if ratio is not None]
 
-    def out_of_memory(self, method: str) -> list[str]:
-        return [case.label for case, found in self.rows if found.method == method and found.why_not == OUT_OF_MEMORY]
-
 
 def spell(values: Sequence[tuple[str, float]], unit: str = "×") -> str:
     """MLP 3.1×, CNN 2.0×"""
@@ -86,10 +82,14 @@ def range_of(values: Sequence[tuple[str, float]], unit: str = "×") -> str:
     return f"{low:.3g}{unit}" if len(values) == 1 else f"{low:.3g}{unit} to {high:.3g}{unit}"
 
 
-def over_nxbp(measured: Measured, panel: str | None = None) -> str:
-    """The speed-ups as the paper prints them."""
+def speedups(measured: Measured, panel: str | None = None) -> str:
+    """Over nxBP, as the paper prints them."""
     parts = [f"{method} {range_of(measured.speedups(method, panel))}" for method in measured.methods() if method not in (NONPRIVATE, NXBP)]
-    return "over nxBP: " + "; ".join(parts)
+    return "; ".join(parts)
+
+
+def over_nxbp(measured: Measured, panel: str | None = None) -> str:
+    return "over nxBP: " + speedups(measured, panel)
 
 
 def overhead(measured: Measured) -> str:
@@ -100,4 +100,4 @@ def overhead(measured: Measured) -> str:
         found = [(label, ratio) for label, ratio in ratios if ratio is not None]
         if method != NONPRIVATE:
             parts.append(f"{method} {range_of(found)}")
-    return "over ordinary training: " + "; ".join(parts)
+    return "; ".join(parts)

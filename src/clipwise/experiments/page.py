@@ -9,9 +9,9 @@ from pathlib import Path
 from ..files import write_whole
 from .case import Case
 from .contenders import ABOUT, NONPRIVATE, NXBP
-from .figure import Figure, Measured, over_nxbp, overhead
+from .figure import Figure, Measured, overhead, speedups
 from .report import Run
-from .timing import OUT_OF_MEMORY, Measurement
+from .timing import Measurement
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a202c; --soft: #4a5568; --line: #d5dbe3; --paper: #fff; --tint: #f4f6f9; }
@@ -69,8 +69,8 @@ def _section(figure: Figure, measured: Measured, picture: Path | None) -> str:
         image = f'<img alt="{escape(figure.title)}: {escape(figure.about)}" src="data:image/png;base64,{data}">'
     summary = ""
     if not figure.largest_batch:
-        faster, slower = over_nxbp(measured).removeprefix("over nxBP: "), overhead(measured).removeprefix("over ordinary training: ")
-        summary = f'<p class="soft">Times faster than nxBP: {escape(faster)}. Times an ordinary step: {escape(slower)}.</p>'
+        faster, slower = escape(speedups(measured)), escape(overhead(measured))
+        summary = f'<p class="soft">Times faster than nxBP: {faster}. Times an ordinary step: {slower}.</p>'
     return f"""<h2 id="{figure.name}">{escape(figure.title)}</h2>
 <p>{escape(figure.about)}</p>
 {image}
@@ -89,7 +89,7 @@ def _table(figure: Figure, measured: Measured) -> str:
         )
     rows = []
     for case, found in measured.rows:
-        if found.why_not not in (None, OUT_OF_MEMORY):
+        if not found.is_shown:
             continue
         words = f'<td class="word">{escape(f"{case.panel}, {case.label}")}</td><td class="word">{escape(found.method)}</td>'
         rows.append(f"<tr>{words}{_cells(found, measured, case)}</tr>")
@@ -103,6 +103,6 @@ def _cells(found: Measurement, measured: Measured, case: Case) -> str:
         return f'<td class="word" colspan="7">{escape(found.why_not or "")}</td>'
     numbers = (
         1e3 * found.seconds, 1e3 * found.spread, found.steps, measured.epoch(case, found.method), measured.ratio(case, found.method, NONPRIVATE),
-        measured.ratio(case, NXBP, found.method), None if found.peak_bytes is None else found.peak_bytes / 2**30,
+        measured.ratio(case, NXBP, found.method), found.peak_gigabytes,
     )  # fmt: skip
     return "".join(f"<td>{'' if number is None else f'{number:.4g}'}</td>" for number in numbers)

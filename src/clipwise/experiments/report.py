@@ -54,21 +54,17 @@ def table_lines(case: Case, measured: Measured) -> Iterator[str]:
     """One line a way: seconds an epoch, times an ordinary epoch, times faster than nxBP."""
     name = f"{case.panel}, {case.label}"[:26]
     for at, found in measured.rows:
-        if at != case or found.why_not not in (None, "out of memory"):
+        if at != case or not found.is_shown:
             continue
         if found.largest_batch is not None:
             yield f"  {name:26s} {found.method:13s} largest batch {found.largest_batch}"
         elif found.why_not is not None:
             yield f"  {name:26s} {found.method:13s} {found.why_not:>10s}"
         else:
-            columns = (measured.ratio(case, found.method, NONPRIVATE), measured.ratio(case, NXBP, found.method), _gigabytes(found))
+            columns = (measured.ratio(case, found.method, NONPRIVATE), measured.ratio(case, NXBP, found.method), found.peak_gigabytes)
             ordinary, faster, memory = ("" if value is None else f"{value:.2f}" for value in columns)
             yield f"  {name:26s} {found.method:13s} {measured.epoch(case, found.method):10.2f} {ordinary:>11s} {faster:>9s} {memory:>8s}"
         name = ""
-
-
-def _gigabytes(found: Measurement) -> float | None:
-    return None if found.peak_bytes is None else found.peak_bytes / 2**30
 
 
 def as_json(run: Run) -> dict[str, Any]:

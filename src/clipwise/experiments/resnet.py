@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .case import Case
 from .figure import Figure, Measured, Statement, over_nxbp
+from .timing import OUT_OF_MEMORY
 
 
 def cases(quick: bool) -> list[Case]:
@@ -18,8 +19,7 @@ def by_panel(measured: Measured) -> str:
 
 
 def multiloss_memory(measured: Measured) -> str:
-    found = [f"{case.panel}: {case.label}" for case, m in measured.rows if m.method == "multiLoss" and case.label in measured.out_of_memory("multiLoss")
-             and m.seconds is None]  # fmt: skip
+    found = [f"{case.panel}: {case.label}" for case, m in measured.rows if m.method == "multiLoss" and m.why_not == OUT_OF_MEMORY]
     return (
         f"multiLoss ran out of memory on {', '.join(found)}"
         if found

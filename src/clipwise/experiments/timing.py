@@ -54,6 +54,15 @@ class Measurement:
     largest_batch: int | None = None  # for the figure of memory, in place of seconds
     why_not: str | None = None
 
+    @property
+    def is_shown(self) -> bool:
+        """Running out of memory is a result; a way that cannot be tried here is none."""
+        return self.why_not in (None, OUT_OF_MEMORY)
+
+    @property
+    def peak_gigabytes(self) -> float | None:
+        return None if self.peak_bytes is None else self.peak_bytes / 2**30
+
 
 @dataclass
 class _Runner:

@@ -108,7 +108,7 @@ class FactorSum:
             return [factor.grad], 1.0
         if isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1):
             self.way = "product"
-            return [factor.left, factor.right], 1 + 4 * product_roundoff(self.dtype, self.device)
+            return [factor.left, factor.right], 1 + 4 * self._rounded()
         return None
 
     def forget_terms(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..clipping import Clipping
 from ..gradients import ExampleGradients
@@ -30,6 +30,11 @@ class Clipped:
 
 
 Method = Callable[[Tape, Tensor, Clipping], Clipped]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """For the ways that run without a tape."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def mean_weights(weights: dict[str, Tensor]) -> Tensor:

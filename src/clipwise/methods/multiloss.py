@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..clipping import Clipping
 from ..collect import collect
@@ -13,7 +11,7 @@ from ..factors import Dense
 from ..gradients import ExampleGradients
 from ..numerics import squared_norms
 from ..tape import Tape
-from .base import Clipped, from_factors, mean_weights
+from .base import Clipped, from_factors, mean_weights, trainable
 
 
 def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
@@ -38,8 +36,9 @@ def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     return clipped if bool(clipped.finite.all()) else from_factors(tape, losses, collected, clipping)
 
 
-def multiloss_alone(parameters: Mapping[str, Tensor], losses: Tensor, clipping: Clipping) -> Clipped:
+def multiloss_alone(model: nn.Module, losses: Tensor, clipping: Clipping) -> Clipped:
     """The paper's multiLoss as it is timed: no tape, nothing verified. The gradients must be finite."""
+    parameters = trainable(model)
     found = _each_gradient(losses, list(parameters.values()))
     factors = {name: Dense(grad) for name, grad in zip(parameters, found) if grad is not None}
     with torch.no_grad():

@@ -11,7 +11,7 @@ from ..clipping import Clipping
 from ..collect import collect
 from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
-from .base import Clipped, from_factors, mean_weights
+from .base import Clipped, from_factors, mean_weights, trainable
 
 
 class _RunningSum:
@@ -76,7 +76,7 @@ def nxbp_alone(model: nn.Module, losses_of: Callable[..., Tensor], batch: Sequen
 
     `losses_of(*rows)` maps a batch of one to its loss. batch: tensors with the examples on axis 0. The gradients must be finite.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = trainable(model)
     running = _RunningSum(clipping, list(parameters))
     for i in range(len(batch[0])):
         loss = losses_of(*(rows[i : i + 1] for rows in batch))  # (1,)

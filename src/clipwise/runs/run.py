@@ -17,6 +17,7 @@ from ..clipping import flat
 from ..data import load
 from ..errors import BadLedger
 from ..files import write_whole
+from ..machine import chosen_device
 from ..models.zoo import build
 from ..plan import PrivacyPlan
 from ..training import PrivateTraining
@@ -53,7 +54,7 @@ def run(
 ) -> Outcome:
     """Train and write checkpoint.pt, ledger, plan.json, config.json, curve.csv, curve.png and the privacy report into `out`."""
     _prepare(out, resume)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if job.device == "auto" else job.device)
+    device = chosen_device(job.device)
     data = load(job.data, job.data_folder, size=job.image_size, glove=job.glove, limit=job.limit)
     plan = PrivacyPlan.load(out / "plan.json") if resume else make_plan(job, len(data.train.labels))
     say(f"data    {data.title}")
