@@ -9,9 +9,10 @@ from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints
 from .errors import LossIndependent, LossShape
 from .factors import Dense
 from .gradients import ExampleGradients
+from .passes import evaluate, listen
 from .tape import Tape
 from .taps import Record
-from .verify import Heard, verified_gradients
+from .verify import verified_gradients
 
 
 def check_losses(tape: Tape, losses: Tensor) -> None:
@@ -53,35 +54,26 @@ def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleG
 
 
 def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
-    """One backward pass to the taps. Where the way to the losses is known, each tap is evaluated as it is heard."""
+    """One backward pass to the taps. Where the way to the losses is not known, others come before it."""
     way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
     known = tape.experience.layouts.get(way, {})
     fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
-    is_new = tape.experience.is_time_to_look_again() or not fits
-    nodes = check_coverage(losses, tape.marks) if is_new else set()
-    gradients = ExampleGradients(tape, len(losses), losses.device)
-    waiting: list[Heard] = []
-    heard: list[Record] = []
+    if tape.experience.is_time_to_look_again() or not fits:
+        nodes = check_coverage(losses, tape.marks)
+        first = listen(tape, losses)
+        _check_heard(tape, losses, [heard.record for heard in first])
+        return verified_gradients(tape, losses, first, way, nodes, keep_graph)
+    gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
+    _check_heard(tape, losses, heard)
+    gradients.is_known = True
+    return gradients
 
-    def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
-        heard.append(record)
-        if is_new or record.output is not None:
-            waiting.append((record, grad, kept))
-        else:
-            gradients.add(record, grad, kept, known[record.key])
 
-    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or is_new or tape.needs_graph, known=not is_new)
+def _check_heard(tape: Tape, losses: Tensor, heard: list[Record]) -> None:
     tape.check_unspent(losses, heard)
     if not heard:
         check_coverage(losses, tape.marks)  # names a use that the tape did not see, if there is one
         raise LossIndependent("no trainable parameter of the captured model lies behind these losses.", _INDEPENDENT_REPAIR)
-    if is_new:
-        return verified_gradients(tape, losses, waiting, way, nodes)
-    with tape.pause():
-        for record, grad, kept in waiting:
-            gradients.add(record, grad, kept, known[record.key])
-        gradients.finish()
-    return gradients
 
 
 def _collect_few(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:

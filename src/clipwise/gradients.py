@@ -70,6 +70,7 @@ class ExampleGradients:
         self._sums: dict[int, FactorSum | PartSum] = {}
         self._pulled: _PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
+        self.is_known = False  # the way to the losses was verified before
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
         """Take over the gradient that reached one tap. grad: shape of the watched call's output."""

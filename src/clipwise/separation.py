@@ -20,9 +20,10 @@ from .errors import MixedExamples
 from .functions import full_name
 from .layout import EvenGrouping, Layout, Table, to_rows
 from .marks import Marks
-from .numerics import flat_rows, to_accumulate
+from .numerics import accumulation_dtype, flat_rows, to_accumulate
+from .passes import Heard
+from .planner import chunk_on
 from .rules.spread import spread_rule
-from .taps import Record
 
 # How far a gradient may be off its power of two. Nothing moves it but the order of atomic additions, on a GPU, anywhere on
 # its way; so the coarsest precision of all taps counts. Near zero, numbers have fewer digits: that much is allowed on top.
@@ -68,13 +69,13 @@ def _spacing_near_zero(dtype: torch.dtype) -> float:
 
 
 class Measurement:
-    """What the passes say about one tap. `grad` is its gradient at weights one, `dtypes` the precisions on its way."""
+    """What the passes say about one tap, of which `heard` holds the gradient at weights one. `dtypes`: the precisions on its way."""
 
-    def __init__(self, record: Record, grad: Tensor, batch: int, coarsest: torch.dtype, dtypes: set[torch.dtype]):
-        self.record = record
-        self.grad = grad
+    def __init__(self, heard: Heard, batch: int, coarsest: torch.dtype, dtypes: set[torch.dtype]):
+        self.record = heard.record
+        self.grad = grad = heard.grad
         self.batch = batch
-        self._tolerance = (_TOLERANCE_ON_GPU if grad.is_cuda else _TOLERANCE)[coarsest]
+        self._tolerance = (_TOLERANCE_ON_GPU if heard.home.type == "cuda" else _TOLERANCE)[coarsest]
         self._spacing = max(map(_spacing_near_zero, dtypes))
         self._vanishing = 0.0 if torch.float16 in dtypes else 256 * self._spacing / self._tolerance  # smaller entries prove nothing
         self.is_zero = not bool((grad != 0).any())
@@ -103,16 +104,25 @@ class Measurement:
         self.candidates = [layout for layout in self.candidates if self._agrees(layout, weighted, weights)]
 
     def _owners(self, layout: Layout, rows: int) -> Tensor:
-        return EvenGrouping(rows, self.batch, layout.order).owners().to(self.grad.device)
+        return EvenGrouping(rows, self.batch, layout.order).owners()
 
     def _agrees(self, layout: Layout, weighted: Tensor, weights: Tensor) -> bool:
-        """Whether every row is scaled by its owner's weight. An entry that is not finite says nothing."""
-        plain, scaled = (flat_rows(to_accumulate(to_rows(side, layout.axes))) for side in (self.grad, weighted))  # (R, m)
-        factor = weights.to(plain)[self._owners(layout, len(plain)), None]
-        error, size = (scaled - factor * plain).abs(), (factor * plain).abs()
+        """Whether every row is scaled by its owner's weight, a few rows at a time. An entry that is not finite says nothing."""
+        plain, scaled = to_rows(self.grad, layout.axes), to_rows(weighted, layout.axes)  # (R, ...)
+        factors = weights.to(scaled.device, accumulation_dtype(scaled.dtype))[self._owners(layout, len(scaled)).to(scaled.device)]
+        step = max(1, chunk_on(scaled.device) * len(scaled) // max(scaled.numel(), 1))
+        return all(
+            self._rows_agree(plain[a : a + step].to(scaled.device), scaled[a : a + step], factors[a : a + step])
+            for a in range(0, len(scaled), step)
+        )
+
+    def _rows_agree(self, plain: Tensor, scaled: Tensor, factors: Tensor) -> bool:
+        plain, scaled = flat_rows(to_accumulate(plain)), flat_rows(to_accumulate(scaled))  # (r, m)
+        expected = factors[:, None] * plain
+        error, size = (scaled - expected).abs(), expected.abs()
         finite = error.isfinite() & size.isfinite()
         error, size = (torch.where(finite, side, 0.0).amax(1) for side in (error, size))
-        return bool((error <= self._tolerance * size + self._slack(factor[:, 0])).all())
+        return bool((error <= self._tolerance * size + self._slack(factors)).all())
 
     def _slack(self, factor: Tensor) -> Tensor:
         """What rounding near zero may do to a number and to its multiple: a few spacings of each, over the length of a backward pass."""
@@ -132,11 +142,11 @@ class Measurement:
             return None, False
         rows = flat_rows(to_rows(self.grad, simplest[0].axes))
         speaking = (rows.isfinite() & (rows.abs() > self._vanishing)).any(1)
-        return simplest[0], self._owners(simplest[0], len(rows))[speaking].unique().numel() > 1
+        return simplest[0], self._owners(simplest[0], len(rows))[speaking.cpu()].unique().numel() > 1
 
     def read(self, weighted: Tensor) -> None:
         """Keep the power of two of every entry, for `table`."""
-        plain, scaled = to_accumulate(self.grad), to_accumulate(weighted)
+        plain, scaled = to_accumulate(self.grad.to(weighted.device)), to_accumulate(weighted)
         usable = plain.isfinite() & scaled.isfinite() & (plain.abs() > 256 * self._spacing / self._tolerance)
         if plain.is_cuda and plain.dim() > 1:
             usable &= plain.abs() > _NOISE_ON_GPU * plain.abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True)
@@ -169,7 +179,9 @@ class Measurement:
             if bool(((rows == largest) | (rows < 0)).all()):
                 table = largest[:, 0]
                 likely = next((layout for layout in self.candidates if layout.axes == axes), None)
-                return Table(axes, table if likely is None else torch.where(table < 0, self._owners(likely, len(table)), table))
+                return Table(
+                    axes, table if likely is None else torch.where(table < 0, self._owners(likely, len(table)).to(table.device), table)
+                )
         return None
 
     def refusal(self, marks: Marks) -> MixedExamples:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .errors import WrongRule
 from .gradients import ExampleGradients
-from .layout import Layout, Table, to_rows
+from .layout import Layout, Table
 from .numerics import accumulation_dtype, unit_roundoff
+from .passes import Heard, evaluate
 from .reading import Reading
 from .replay import check_losses_alone
 from .rerun import EXAMPLES_IN_A_RUN, check_rows_alone
@@ -28,8 +29,6 @@ from .separation import Codes, Measurement
 from .structure import every_tensor
 from .tape import Tape
 from .taps import Record
-
-Heard = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap's record, the gradient that reached it, its kept tensors
 
 # The tests for mixing without a gradient path look at a few examples; until so many have been seen, nothing is taken for granted.
 _ENOUGH_EXAMPLES = 2 * EXAMPLES_IN_A_RUN
@@ -42,53 +41,53 @@ _NEGLIGIBLE = 1e-3  # of the whole gradient: a parameter whose true gradient is 
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where the examples lie at each tap (by id of its record), which of these layouts are proven, and autograd's sums for the weights."""
+    """Where the examples lie at each tap, which of these layouts are proven, and what else the passes have told."""
 
-    places: dict[int, Layout | Table]
-    proven: set[int]
-    weights: Tensor
-    own_sums: dict[str, Tensor | None]
+    places: dict[int, Layout | Table]  # by id of the tap's record, as everything about taps here
+    proven: dict[int, int]  # its key
+    quiet: list[int]  # keys of taps whose zero was tried with other weights
+    shapes: dict[int, torch.Size]
+    most_terms: int
+    coarsest: torch.dtype
+    weights: Tensor | None  # None: every tap's gradient is zero, as it was before
+    own_sums: dict[str, Tensor | None]  # autograd's, for the weights
 
 
-def verified_gradients(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int, nodes: set[Any]) -> ExampleGradients:
-    """Place every tap's rows, check everything, and return the gradients. What holds for any batch is remembered.
+def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int, nodes: set[Any], keep_graph: bool) -> ExampleGradients:
+    """Place every tap's rows, evaluate them, check everything, and return the gradients. What holds for any batch is remembered.
 
-    `way` names the way to the losses, `nodes` are the autograd nodes behind them.
+    `way` names the way to the losses, `nodes` are the autograd nodes behind them. `heard` is emptied: the pass that evaluates
+    needs the room.
     """
-    with tape.pause():
-        dtypes = {grad.dtype for _, grad, _ in heard} | tape.hidden_dtypes
-        coarsest = max(dtypes, key=unit_roundoff, default=losses.dtype)
-        measurements = [
-            Measurement(record, grad, len(losses), coarsest, {coarsest, grad.dtype} | tape.hidden_dtypes) for record, grad, _ in heard
-        ]
-    moving = [m for m in measurements if not m.is_zero]
-    quiet = [m for m in measurements if m.is_zero and (way, m.record.key) not in tape.experience.zeros]
-    placed = _place(tape, losses, moving, quiet) if moving or quiet else None
-    with tape.pause():
-        gradients = ExampleGradients(tape, len(losses), losses.device)
-        for record, grad, kept in heard:
-            place = placed.places.get(id(record)) if placed else None
-            if place is not None:
-                gradients.add(record, grad, kept, place)
-            else:
-                gradients.add_zero(record)
-        gradients.finish()
-    if placed is not None:
+    placed = _place(tape, losses, heard, way)
+    heard.clear()
+    gradients, _ = evaluate(tape, losses, lambda record: placed.places.get(id(record)), keep_graph=keep_graph, known=False)
+    if placed.weights is not None:
         with tape.pause():
-            precision = max({coarsest} | tape.marks.derived_dtypes, key=unit_roundoff)
-            conclusive = _check_sums(tape, gradients, placed, precision, _most_terms(heard))
-        _check_forward(tape, losses, heard, placed, nodes)
+            conclusive = _check_sums(tape, gradients, placed, placed.weights)
+        _check_forward(tape, losses, placed, nodes)
         if conclusive:
-            _remember(tape, len(losses), way, moving, quiet, placed)
+            _remember(tape, len(losses), way, placed)
     return gradients
 
 
-def _place(tape: Tape, losses: Tensor, moving: list[Measurement], quiet: list[Measurement]) -> _Placed:
+def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Placed:
     """A layout for each tap where one fits, a table for this batch where none does, a refusal where neither exists.
 
     A tap whose gradient is zero has nothing to place; but the sum of the losses may be flat where each loss is not, so its
     zero is tried with other weights.
     """
+    with tape.pause():
+        dtypes = {one.grad.dtype for one in heard} | tape.hidden_dtypes
+        coarsest = max(dtypes, key=unit_roundoff, default=losses.dtype)
+        measurements = [Measurement(one, len(losses), coarsest, {coarsest, one.grad.dtype} | tape.hidden_dtypes) for one in heard]
+    moving = [m for m in measurements if not m.is_zero]
+    quiet = [m for m in measurements if m.is_zero and (way, m.record.key) not in tape.experience.zeros]
+    placed = _Placed(
+        {}, {}, [m.record.key for m in quiet], {id(one.record): one.grad.shape for one in heard}, _most_terms(heard), coarsest, None, {}
+    )
+    if not moving and not quiet:
+        return placed
     parameters = tape.marks.trainable()
     codes = Codes.draw(len(losses), half=torch.float16 in tape.hidden_dtypes or any(m.grad.dtype == torch.float16 for m in moving))
     for weights in codes.weights(losses.detach()):
@@ -96,16 +95,14 @@ def _place(tape: Tape, losses: Tensor, moving: list[Measurement], quiet: list[Me
     for measurement in quiet:
         if not measurement.stays_zero:
             raise measurement.refusal(tape.marks)
-    places: dict[int, Layout | Table] = {}
-    proven: set[int] = set()
     with tape.pause():
         for measurement in moving:
-            layout, certain = measurement.settled()
+            record, (layout, certain) = measurement.record, measurement.settled()
             if layout is not None:
-                places[id(measurement.record)] = layout
-            if certain:
-                proven.add(id(measurement.record))
-    unsettled = [m for m in moving if id(m.record) not in places]
+                placed.places[id(record)] = layout
+                if certain:
+                    placed.proven[id(record)] = record.key
+    unsettled = [m for m in moving if id(m.record) not in placed.places]
     if unsettled:
         for weights in codes.weights(losses.detach()):
             _listen(tape, losses, weights, unsettled, "read", [])
@@ -114,8 +111,8 @@ def _place(tape: Tape, losses: Tensor, moving: list[Measurement], quiet: list[Me
                 table = measurement.table(codes)
                 if table is None:
                     raise measurement.refusal(tape.marks)
-                places[id(measurement.record)] = table
-    return _Placed(places, proven, weights, dict(zip(parameters, own)))
+                placed.places[id(measurement.record)] = table
+    return replace(placed, weights=weights, own_sums=dict(zip(parameters, own)))
 
 
 def _listen(
@@ -137,22 +134,23 @@ def _listen(
 def _most_terms(heard: Sequence[Heard]) -> int:
     """How many terms the longest sum behind a weight's gradient has: rows, times the places where a row uses the weight."""
     counts = [1]
-    for record, grad, _ in heard:
-        for weight in record.use.tracked:
-            counts.append(grad.numel() // max((size for size in weight.shape if size and size in grad.shape), default=1))
+    for one in heard:
+        for weight in one.record.use.tracked:
+            counts.append(one.grad.numel() // max((size for size in weight.shape if size and size in one.grad.shape), default=1))
     return max(counts)
 
 
-def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarsest: torch.dtype, terms: int) -> bool:
+def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, weights: Tensor) -> bool:
     """Compare Σ s_i g_i by factors with autograd's own. Returns whether nothing stayed open (numbers that are not finite do).
 
     Both sides add the same terms; they differ by the order of the sum (relative to Σ s_i·mass_i), by inputs rounded to the
     precision at hand (independently, so relative to the root of Σ (s_i·mass_i)²), and by the rounding of the result.
     """
-    sums = gradients.weighted_sums(dict.fromkeys(gradients.names(), placed.weights))
-    weighted = {name: placed.weights.double() * mass for name, mass in gradients.masses().items()}
+    coarsest = max({placed.coarsest} | tape.marks.derived_dtypes, key=unit_roundoff)
+    sums = gradients.weighted_sums(dict.fromkeys(gradients.names(), weights))
+    weighted = {name: weights.double() * mass for name, mass in gradients.masses().items()}
     rounded, added = unit_roundoff(coarsest), unit_roundoff(accumulation_dtype(coarsest))
-    if placed.weights.is_cuda and coarsest == torch.float32:
+    if weights.is_cuda and coarsest == torch.float32:
         rounded = 2.0**-11  # cuDNN computes in TF32 unless told otherwise
     floor = _NEGLIGIBLE * max((float(mass.norm()) for mass in weighted.values() if bool(mass.isfinite().all())), default=0.0)
     conclusive = True
@@ -163,7 +161,7 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarse
         found = sums[name].double() if name in sums else torch.zeros_like(expected)
         difference, mass = float((found - expected).norm()), weighted.get(name, torch.zeros(1))
         allowed = (
-            (_ACCUMULATION + _PER_ROOT * math.sqrt(terms)) * added * (float(mass.sum()) + floor)
+            (_ACCUMULATION + _PER_ROOT * math.sqrt(placed.most_terms)) * added * (float(mass.sum()) + floor)
             + _ROUNDED_INPUTS * rounded * (float(mass.norm()) + floor)
             + 4 * rounded * float(expected.norm())
         )
@@ -180,10 +178,9 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, coarse
     return conclusive
 
 
-def _check_forward(tape: Tape, losses: Tensor, heard: Sequence[Heard], placed: _Placed, nodes: set[Any]) -> None:
+def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any]) -> None:
     """Mixing without a gradient path, in the captured modules and around them."""
-    shapes = {id(record): grad for record, grad, _ in heard}
-    rows = [(place, to_rows(shapes[key], place.axes).shape[0]) for key, place in placed.places.items()]
+    rows = [(place, math.prod(placed.shapes[key][axis] for axis in place.axes)) for key, place in placed.places.items()]
     calls = [*(root.call for root in tape.root_calls), *tape.program]
     inputs = [tensor for call in calls for tensor in every_tensor([call.args, call.kwargs])]
     reading = Reading.from_taps(len(losses), rows).with_declared(inputs)
@@ -192,13 +189,13 @@ def _check_forward(tape: Tape, losses: Tensor, heard: Sequence[Heard], placed: _
     check_losses_alone(tape, losses, reading)
 
 
-def _remember(tape: Tape, batch: int, way: int, moving: list[Measurement], quiet: list[Measurement], placed: _Placed) -> None:
+def _remember(tape: Tape, batch: int, way: int, placed: _Placed) -> None:
     """What may be taken for granted from now on: proven layouts, of models that do not move rows as the data says."""
     experience = tape.experience
     experience.examples_tried += min(batch, EXAMPLES_IN_A_RUN)
     row_axes = {axis for place in placed.places.values() for axis in place.axes}
     if experience.examples_tried < _ENOUGH_EXAMPLES or tape.moves.may_move_rows(batch, row_axes):
         return
-    experience.zeros.update((way, measurement.record.key) for measurement in quiet)
-    layouts = {m.record.key: placed.places[id(m.record)] for m in moving if id(m.record) in placed.proven}
+    experience.zeros.update((way, key) for key in placed.quiet)
+    layouts = {key: placed.places[tap] for tap, key in placed.proven.items()}
     experience.layouts.setdefault(way, {}).update({key: place for key, place in layouts.items() if isinstance(place, Layout)})

@@ -30,6 +30,7 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
         members = [name for name in group.names if name in weights]
         if members:
             scale = in_working_precision(weights[members[0]], losses.dtype).to(losses.device)
-            found = tape.backward(losses, scale, None, inputs=[parameters[name] for name in members], retain_graph=True)
+            inputs = [parameters[name] for name in members]
+            found = tape.backward(losses, scale, None, inputs=inputs, retain_graph=True, known=gradients.is_known)
             sums |= {name: to_accumulate(grad) for name, grad in zip(members, found) if grad is not None}
     return Clipped(sums, mean_weights(weights), finite)

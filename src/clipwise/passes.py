@@ -1,0 +1,72 @@
+"""Backward passes to the taps: one that evaluates every tap as it is heard, and one that only holds on to what reached it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .gradients import ExampleGradients
+from .layout import Layout, Table
+from .planner import MemoryBudget
+from .tape import Tape
+from .taps import Record
+
+Placement = Callable[[Record], Layout | Table | None]  # where the examples lie at a tap; None: its gradient is zero
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A tap and the gradient that reached it, on the host where the device has little room."""
+
+    record: Record
+    grad: Tensor
+    home: torch.device
+
+
+def evaluate(
+    tape: Tape, losses: Tensor, placement: Placement, *, keep_graph: bool, known: bool
+) -> tuple[ExampleGradients, list[Record]]:  # fmt: skip
+    """The gradients of every example by one backward pass, and the taps that were heard.
+
+    Unless `keep_graph`, the pass frees what the forward pass kept as it goes: what one tap's factor holds on to takes its place.
+    """
+    gradients = ExampleGradients(tape, len(losses), losses.device)
+    waiting: list[tuple[Record, Tensor, tuple[Tensor, ...]]] = []
+    heard: list[Record] = []
+
+    def add(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+        place = placement(record)
+        if place is None:
+            gradients.add_zero(record)
+        else:
+            gradients.add(record, grad, kept, place)
+
+    def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+        heard.append(record)
+        if record.output is None:
+            add(record, grad, kept)
+        else:  # differentiated through a graph of its own, not within this pass
+            waiting.append((record, grad, kept))
+
+    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=keep_graph or tape.needs_graph, known=known)
+    with tape.pause():
+        for one in waiting:
+            add(*one)
+        gradients.finish()
+    return gradients, heard
+
+
+def listen(tape: Tape, losses: Tensor) -> list[Heard]:
+    """What reaches every tap. The graph stays."""
+    heard: list[Heard] = []
+    room = MemoryBudget.on(losses.device)
+
+    def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+        on_device = grad.device.type == "cpu" or room.take(grad.numel() * grad.element_size())
+        heard.append(Heard(record, grad if on_device else grad.cpu(), grad.device))
+
+    tape.backward(losses, torch.ones_like(losses), receive, retain_graph=True)
+    return heard
