@@ -543,7 +543,7 @@ def test_a_capture_beside_a_training():
     x, y = data().tensors
     with cw.capture(model) as tape:
         losses = losses_of(model, x, y)
-    assert len(cw.per_example_norms(tape, losses)) == 60 and private._block._tape is None
+    assert len(cw.per_example_norms(tape, losses)) == 60 and private._intake.block._tape is None
     assert sum(1 for _ in steps(private, model, optimizer)) == 6
 
 

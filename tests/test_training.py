@@ -384,9 +384,9 @@ def test_copies_and_pickles_take_nothing_along():
     for other in (twin, thawed):
         assert torch.equal(other(x), model(x))
         other(x).sum().backward()
-    assert private._block.close() is not None  # the model's own calls were watched, the copies' not
+    assert private._intake.block.close() is not None  # the model's own calls were watched, the copies' not
     losses_of(twin, x, y)
-    assert private._block.close() is None
+    assert private._intake.block.close() is None
 
 
 def test_evaluation_between_steps_is_harmless():
@@ -419,7 +419,7 @@ def test_evaluation_with_gradients_keeps_nothing_alive():
         float(output.argmax(1).float().mean())
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= 3
-    assert len(private._block._tape.root_calls) <= 3 and len(private._block._tape.program) <= 200
+    assert len(private._intake.block._tape.root_calls) <= 3 and len(private._block._tape.program) <= 200
 
 
 def test_one_loss_from_two_calls_of_the_model():

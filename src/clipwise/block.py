@@ -52,12 +52,17 @@ class Block:
         if tape is not None and tape.is_abandoned:
             self.close()
         if self._tape is None and not self._is_captured():
-            self._tape = Tape(self.modules, fallback=self._fallback)
-            self._tape.room = ROOM
-            self._tape.marks.lenient = True
-            self._entered.enter_context(self._tape.watching(low=True))
+            self.begin()
         if self._tape is not None and not self._tape.depth and not is_root:
             self.inputs += [Footprint.of(value) for value in args if isinstance(value, Tensor) and is_plain(value) and value.stride(0) > 0]
+
+    def begin(self) -> None:
+        """Watch from now on, until the losses are handed over."""
+        self.close()
+        self._tape = Tape(self.modules, fallback=self._fallback)
+        self._tape.room = ROOM
+        self._tape.marks.lenient = True
+        self._entered.enter_context(self._tape.watching(low=True))
 
     def _is_captured(self) -> bool:
         """Whether a `capture` of the same modules is on: then these calls are for it."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import BadClipping
+from .tracing import is_tracing
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Clipping(ABC):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """{name: (B,)} and which examples are finite. An example with NaN or Inf anywhere, its loss included, gets weight zero everywhere."""
         whole = _total(list(squared_norms.values()))
-        finite = 0 * (whole if losses is None else whole + losses.detach()) == 0  # 0·Inf and 0·NaN are NaN
+        told = whole if losses is None else whole + losses.detach()
+        # 0·Inf and 0·NaN are NaN: one operation, but a compiler takes 0·x for 0
+        finite = told.isfinite() if is_tracing() else 0 * told == 0
         weights: dict[str, Tensor] = {}
         for group in self.groups(names):
             present = [squared_norms[name] for name in group.names if name in squared_norms]

@@ -9,9 +9,11 @@ from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints
 from .errors import LossIndependent, LossShape
 from .factors import Dense
 from .gradients import ExampleGradients
+from .layout import Layout
 from .passes import evaluate, listen
 from .tape import Tape
 from .taps import Record
+from .tracing import NotTraceable
 from .verify import verified_gradients
 
 
@@ -55,10 +57,9 @@ def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleG
 
 def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     """One backward pass to the taps. Where the way to the losses is not known, others come before it."""
-    way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
-    known = tape.experience.layouts.get(way, {})
-    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
-    if tape.experience.is_time_to_look_again() or not fits:
+    way = _way(tape, losses)
+    known = _known_layouts(tape, losses, way)
+    if tape.experience.is_time_to_look_again() or known is None:
         nodes = check_coverage(losses, tape.marks)
         first = listen(tape, losses)
         _check_heard(tape, losses, [heard.record for heard in first])
@@ -66,6 +67,29 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
     _check_heard(tape, losses, heard)
     gradients.is_known = True
+    return gradients
+
+
+def _way(tape: Tape, losses: Tensor) -> int:
+    return hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
+
+
+def _known_layouts(tape: Tape, losses: Tensor, way: int) -> dict[int, Layout] | None:
+    """Where the examples lie at each tap, if that was verified for all of them."""
+    known = tape.experience.layouts.get(way, {})
+    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
+    return known if fits else None
+
+
+def collect_for_graph(tape: Tape, losses: Tensor) -> ExampleGradients:
+    """The gradients of every example while they are traced: by layouts that eager steps have verified, or not at all."""
+    check_losses(tape, losses)
+    known = _known_layouts(tape, losses, _way(tape, losses))
+    if known is None or not tape.created:
+        raise NotTraceable(
+            "where the examples lie in this model could only be measured, batch by batch, or its forward pass takes another way when it is traced."
+        )
+    gradients, _ = evaluate(tape, losses, lambda record: known[record.key], keep_graph=False, known=True)
     return gradients
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layout import Layout
 
@@ -22,8 +23,14 @@ class Experience:
 
     def is_time_to_look_again(self) -> bool:
         """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""
+        due = self.will_look_again
         self.steps += 1
-        return self.steps & (self.steps - 1) == 0
+        return due
+
+    @property
+    def will_look_again(self) -> bool:
+        """Whether the next step is one of those."""
+        return (self.steps + 1) & self.steps == 0
 
     def not_rows(self, inputs: Sequence[Tensor], batch: int) -> frozenset[tuple[int, int]]:
         """(id of a tensor, axis) where a length that now equals the batch's was the same when the batch had another size: a feature."""
@@ -35,3 +42,10 @@ class Experience:
                     found.add((id(tensor), axis))
                 seen.add((batch, length))
         return frozenset(found)
+
+
+_experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
+
+
+def experience_of(modules: Sequence[nn.Module]) -> Experience:
+    return _experience.setdefault(modules[0], Experience())

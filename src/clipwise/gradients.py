@@ -32,6 +32,7 @@ from .numerics import in_working_precision, squared_norms, to_accumulate, unit_r
 from .planner import MemoryBudget, chunk_on
 from .registry import Call
 from .taps import Record
+from .tracing import is_tracing
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -154,7 +155,7 @@ class ExampleGradients:
         A handful of numbers an example: on the host, what follows from them takes no kernels.
         """
         parts = {key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices())}
-        if second_pass is not None or len(parts) < 2:
+        if second_pass is not None or is_tracing() or len(parts) < 2:
             parts = {}
         together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None  # (B, K)
         alone = {

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .tracing import is_tracing
+
 _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
@@ -67,7 +69,7 @@ def flat_rows(rows: Tensor) -> Tensor:
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
     flat = flat_rows(to_accumulate(rows))
-    if flat.is_cuda and flat.shape[1]:
+    if (flat.is_cuda or is_tracing()) and flat.shape[1]:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     return squared_norms(rows).sqrt()
 
@@ -87,7 +89,7 @@ def squared_norms(rows: Tensor) -> Tensor:
         return flat.new_zeros(flat.shape[0], dtype=torch.float64)
     if flat.dtype == torch.float64:
         return torch.linalg.vector_norm(flat, dim=1).square()
-    if flat.is_cuda:
+    if flat.is_cuda or is_tracing():
         return row_norms(rows).square()
     if flat.numel() <= _SMALL:
         return flat.double().square_().sum(1)
@@ -133,6 +135,6 @@ def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
 def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """`rows` with the rows of weight zero set to zero (0·Inf is NaN, so a product alone would not do)."""
     kept = weights != 0
-    if not rows.is_cuda and bool(kept.all()):
+    if not rows.is_cuda and not is_tracing() and bool(kept.all()):
         return rows
     return rows.masked_fill(~kept.view(-1, *[1] * (rows.dim() - 1)), 0.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .coverage import reentrant_checkpoint
 from .errors import ConsumedTape, Refusal, UncoveredUse, UnseenUse
-from .experience import Experience
+from .experience import experience_of
 from .kept import remember_examples
 from .marks import EXAMPLE, Marks
 from .modes import lowest
@@ -25,9 +25,6 @@ from .taps import Record, Switch
 from .watch import Watch
 
 Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
-
-
-_experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyDictionary()
 
 
 class Pause:
@@ -59,7 +56,7 @@ class Tape:
         self.modules = list(modules)
         self.marks = Marks(self.modules)
         self.fallback = fallback
-        self.experience = _experience.setdefault(self.modules[0], Experience())
+        self.experience = experience_of(self.modules)
         self.anchor = torch.zeros((), requires_grad=True)
         self.switch = Switch()
         self.trail = 0  # hash of the calls seen so far

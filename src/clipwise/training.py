@@ -2,62 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from . import facts
 from .adaptive import Adaptive
-from .block import Block
 from .budget import Budget
 from .clipping import Clipping
-from .collect import check_losses
-from .deferred import check_deferred
 from .draws import CallersDraws, Draws
-from .errors import LossIndependent, NothingClipped
-from .footprints import Footprint, check_new_rows, footprints, is_plain
-from .handout import handed_out
+from .errors import NothingClipped
+from .intake import Intake
 from .ledger import Ledger
 from .loader import private_loader
-from .marks import EXAMPLE
-from .methods import Clipped
-from .pending import Handed, Pending
+from .ownership import supersede, take_over
 from .plan import PrivacyPlan
-from .program import leading_to
 from .progress import Progress
 from .randomness import Randomness, named
 from .regularizers import Regularizers
-from .release import check_method, clip
+from .release import check_method
 from .sampling import Sampler
-from .structure import every_tensor
-from .tape import Tape, as_modules
+from .tape import as_modules
 from .updates import Updates
 
-_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
-
-
-def _supersede(modules: Sequence[nn.Module]) -> None:
-    """A module belongs to one training at a time; a notebook's cell that is run again closes what it made before."""
-    for module in (m for root in modules for m in root.modules()):
-        earlier = _trainings[module]() if module in _trainings else None
-        if earlier is not None and not earlier._closed:
-            earlier.close()
-            if earlier.ledger.spent:
-                warnings.warn(
-                    f"an earlier PrivateTraining of this model was closed; the {earlier.ledger.spent} steps it took are not counted in the new one "
-                    "(clipwise.compose adds them up)",
-                    stacklevel=3,
-                )
-
-
-_RECENT_ROWS = 64  # inputs of earlier steps that are remembered
+if TYPE_CHECKING:
+    from .compiled import CompiledStep
 
 
 class PrivateTraining:
@@ -98,23 +72,22 @@ class PrivateTraining:
         self.method = method
         self.own_batches = own_batches
         self.clipping: Clipping = plan.clipping
+        self.model = model
         self._modules = as_modules(model, "PrivateTraining")
         self._randomness = named(noise)
-        _supersede(self._modules)
+        supersede(self._modules)
         self._regularizers = Regularizers(self._modules)
         self._updates = Updates(self._modules, optimizer, plan, self._randomness, scaler, accumulation_steps, self._before_step)
         plan.clipping.groups(self._updates.names())  # a pattern that fits nothing is refused at once
         how = facts.of_training(plan, self._randomness.name, own_batches, method, self._updates.optimizers, self._updates.parameters())
         self._progress = Progress(plan, Ledger(plan, ledger, how), repeatable=self._randomness.name == "reproducible")
         self._draws = Draws(Sampler(plan, self._randomness), self._progress)
-        self._held_against = CallersDraws() if own_batches else self._draws
-        self._pending = Pending()
-        self._recent: list[Footprint] = []  # rows of the last steps
-        self._block = Block(self._modules, fallback=fallback)
-        self._closed = False
-        weakref.finalize(self, self._block.remove)  # a training that is gone leaves no mode on, and its ledger to others
+        held_against = CallersDraws() if own_batches else self._draws
+        self._intake = Intake(self._modules, held_against, self._progress, self._updates, fallback=fallback)
+        self.is_closed = False
+        weakref.finalize(self, self._intake.block.remove)  # a training that is gone leaves no mode on, and its ledger to others
         weakref.finalize(self, self.ledger.close)
-        _trainings.update(dict.fromkeys((m for root in self._modules for m in root.modules()), weakref.ref(self)))
+        take_over(self._modules, self)
 
     @property
     def position(self) -> int:
@@ -141,73 +114,35 @@ class PrivateTraining:
 
         Its value is Σ ν_i·ℓ_i, ν_i what each example was scaled by: private data, good for nothing but backward().
         """
-        if self._closed:
+        self._check_open()
+        return self._intake.loss(losses, self.clipping, self.method)
+
+    def compile(self, losses_of: Callable[..., Tensor], *, rows: int | None = None, backend: str = "inductor") -> CompiledStep:
+        """The whole step as one call, its arithmetic as one compiled graph: the numbers of the eager loop, up to the order of sums.
+
+            step = private.compile(lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"))
+            for x, y in private.loader(train): step(x, y)
+
+        losses_of  a function of the model and what step() is given; what else it depends on is taken as it is when it is traced
+        rows       batches are filled up to so many rows, which count for nothing; a larger draw takes several rounds
+        backend    "inductor", or "eager": the graph as it was traced
+        """
+        from .compiled import CompiledStep
+
+        self._check_open()
+        if self.method not in ("auto", "bookkeep"):
+            raise ValueError(f'a compiled step clips by method "bookkeep", this training by {self.method!r}')
+        if self._updates.has_scaler:
+            raise ValueError("a compiled step takes no GradScaler: train in bf16, which needs none, or by the eager loop")
+        return CompiledStep(self, self._intake, self._updates, losses_of, rows=rows, backend=backend)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
-        inputs, tape = self._block.inputs, self._block.close()
-        if tape is None:
-            raise LossIndependent(
-                "no module of this training has run with gradients since the last private.loss.",
-                "Compute new losses from model(x) for every call: of the module itself, not by one of its methods, a copy or a compiled "
-                "version of it; not under torch.no_grad().",
-            )
-        self._progress.check_budget()
-        check_losses(tape, losses)
-        check_deferred(tape, losses)
-        if self._pending.stepped:
-            raise NothingClipped(
-                "another optimizer of this training has not stepped for the last draw.",
-                "Call step() of every optimizer once for each draw.",
-            )
-        self._held_against.check_room(self._pending.entries, len(losses))
-        rows = self._rows(tape, losses, inputs)
-        counts = not self._held_against.is_placeholder
-        with self._block.asleep():
-            clipped = clip(tape, losses, self.clipping, self.method) if counts else self._nothing(tape, losses)
-        parameters = tape.marks.trainable()
-        with tape.pause():
-            value = clipped.value(losses)
-            handed = Handed(len(losses), [parameters[name] for name in clipped.sums], clipped, rows, counts, self.position)
-        return handed_out(value, clipped.sums, parameters, lambda grad, added: self._receive(handed, grad, added))
-
-    def _rows(self, tape: Tape, losses: Tensor, inputs: list[Footprint]) -> list[Footprint]:
-        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw."""
-        calls = leading_to(list(tape.program), [losses])
-        tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
-        draw = self._held_against.current
-        examples = [
-            t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE
-        ]
-        rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
-        if draw is not None:
-            self._held_against.check_memory({StorageWeakRef(t.untyped_storage()) for t in tensors if is_plain(t)})
-            rows += footprints(tensors, len(losses), draw.storages)
-        check_new_rows(rows, [*self._pending.rows, *self._recent])
-        return rows
-
-    def _nothing(self, tape: Tape, losses: Tensor) -> Clipped:
-        """The placeholder of an empty draw: weight zero."""
-        tape.consume(losses)
-        zero = torch.zeros_like(losses.detach())
-        sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in tape.marks.trainable().items()}
-        return Clipped(sums, zero, torch.zeros_like(losses, dtype=torch.bool))
-
-    def _receive(self, handed: Handed, grad: Tensor, added: list[Tensor]) -> None:
-        """The private loss is being back-propagated."""
-        if handed.done:
-            raise NothingClipped("the private loss was back-propagated twice.", "Call backward() once for each private.loss.")
-        if handed.position != self.position:
-            raise NothingClipped(
-                "this private loss was computed before the last step.",
-                "Call backward() before step(): its gradient was clipped for that step.",
-            )
-        self._held_against.check_room(self._pending.entries, handed.entries)
-        check_new_rows(handed.rows, [*self._pending.rows, *self._recent])
-        self._updates.about_to_add(handed.parameters, added, grad)
-        self._pending.add(handed)
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """The hook of optimizer.step(): everything is checked, then counted, then released."""
-        pending = self._pending
+        pending, draws = self._intake.pending, self._intake.draws
         if (number in pending.stepped or not pending.handed) and self._updates.is_still_under_way(number):
             return
         if number in pending.stepped or not pending.handed:
@@ -217,10 +152,10 @@ class PrivateTraining:
             )
         if not pending.stepped:
             self._progress.check_budget()
-            self._held_against.check_complete(pending.entries)
+            draws.check_complete(pending.entries)
             self._updates.check()
             self._regularizers.evaluate()
-            self._progress.count(self._held_against.current)
+            self._progress.count(draws.current)
         self._updates.release(number, optimizer, pending.sums, self._regularizers.gradients, self.clipping.sensitivity, self.position)
         pending.stepped.add(number)
         if len(pending.stepped) == len(self._updates.optimizers):
@@ -228,12 +163,8 @@ class PrivateTraining:
 
     def _finish_step(self) -> None:
         if isinstance(self.plan.clipping, Adaptive):
-            self.clipping = self._updates.moved_bound(self.plan.clipping, self.clipping.sensitivity, self._pending, self.position)
-        draw = self._held_against.consume()
-        self._progress.advance(draw)
-        if draw is not None:
-            self._recent = [*self._recent, *self._pending.rows][-_RECENT_ROWS:]
-        self._pending = Pending()
+            self.clipping = self._updates.moved_bound(self.plan.clipping, self.clipping.sensitivity, self._intake.pending, self.position)
+        self._progress.advance(self._intake.finish_step())
         self._updates.forget()
 
     def regularizer(self, penalty: Callable[[], Tensor]) -> None:
@@ -245,20 +176,20 @@ class PrivateTraining:
 
     def discard(self, *, draw: bool = False) -> None:
         """Forget the losses since the last step, after an exception say; with draw=True also the draw they were for. Clear p.grad yourself."""
-        self._block.close()
-        if self._pending.stepped:  # a part of it was released
+        self._intake.block.close()
+        if self._intake.pending.stepped:  # a part of it was released
             self._finish_step()
             return
-        self._pending = Pending()
+        self._intake.forget()
         self._updates.forget()
-        given_up = self._held_against.consume() if draw else None
+        given_up = self._intake.draws.consume() if draw else None
         if given_up is not None:
             self._progress.move_past(given_up)
 
     @property
     def nonfinite(self) -> int:
         """Examples since the last step whose gradient was NaN or Inf and counted for nothing. Private data: do not show or log it."""
-        return sum(int((~handed.clipped.finite).sum()) for handed in self._pending.handed if handed.counts)
+        return self._intake.nonfinite
 
     def spent(self) -> Budget:
         """What has been released so far, also by earlier runs on the same ledger."""
@@ -284,8 +215,8 @@ class PrivateTraining:
 
     def close(self) -> None:
         """Take all hooks off the model and the optimizers; nothing is left on them."""
-        self._closed = True
-        self._block.remove()
+        self.is_closed = True
+        self._intake.block.remove()
         self._updates.remove()
         self.ledger.close()
 

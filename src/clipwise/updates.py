@@ -56,8 +56,20 @@ class Updates:
         found = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
 
+    def by_name(self) -> dict[str, Tensor]:
+        """{name: parameter} of every one that is trainable now."""
+        several = len(self._modules) > 1
+        found: dict[str, Tensor] = {}
+        for number, module in enumerate(self._modules):
+            found |= {f"{number}.{name}" if several else name: p for name, p in module.named_parameters() if p.requires_grad}
+        return found
+
     def names(self) -> list[str]:
         return [self.name_of(parameter) for parameter in self.parameters()]
+
+    @property
+    def has_scaler(self) -> bool:
+        return self._scaler is not None
 
     def name_of(self, parameter: Tensor) -> str:
         several = len(self._modules) > 1

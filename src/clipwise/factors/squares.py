@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..tracing import is_tracing
+
 
 @dataclass(frozen=True)
 class Squares:
@@ -26,6 +28,11 @@ class Squares:
     def now(self) -> Tensor:
         return finish([self])[0]
 
+    def in_place(self) -> Tensor:
+        """Beside the gradients, by operations that a compiler fuses."""
+        total = (self.value if self.is_square else self.value.square()) * self.factor
+        return total if self.mass is None else total + self.mass.square() * self.mass_factor
+
     def rounded_up(self, factor: float) -> Squares:
         """For values that are rounded once more before they are added up."""
         return replace(self, factor=self.factor * factor, mass_factor=self.mass_factor * factor)
@@ -41,7 +48,9 @@ def known(squares: Tensor) -> Squares:
 
 
 def finish(measured: Sequence[Squares]) -> list[Tensor]:
-    """The squared norms of each, where its vectors lie if that is the host, else copied there together."""
+    """The squared norms of each, where its vectors lie if that is the host, else copied there together; in a graph where they lie."""
+    if is_tracing():
+        return [squares.in_place() for squares in measured]
     masses = {place: squares.mass for place, squares in enumerate(measured) if squares.mass is not None}
     vectors = _on_host([*(squares.value for squares in measured), *masses.values()])
     values = torch.stack(vectors[: len(measured)])  # (P, B)

@@ -1,0 +1,19 @@
+"""Whether a graph and the eager step found the same clipped sums, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Relative to the most that the examples could add up to. Two orders of the same sums differ by far less; what the test is for, a
+# number baked into the graph that has changed since, moves a gradient by per cents. In bf16 only coarse differences can be told.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+def agree(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype, most: float) -> bool:
+    """‖Σ differences‖ ≤ tolerance·‖sums‖, or a thousandth of that of `most`, the number of examples times the bound."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5
+    size = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
+    return difference <= _TOLERANCE[precision] * max(size, 1e-3 * most)

@@ -1,0 +1,66 @@
+"""Batches of a fixed size: draws vary, graphs do not.
+
+A draw is cut into parts of at most `rows` rows; a part that is shorter is filled up with copies of its first row, and a mask
+says which rows are real.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..declared import is_declared_constant
+from ..plan import PrivacyPlan
+
+_MULTIPLE = 8  # rows are padded to a multiple, which matrix units like
+
+
+def default_rows(plan: PrivacyPlan) -> int:
+    """As many as hold nearly every draw: B for draws of one size, else B + 2√B; a larger draw takes two replays."""
+    if plan.sampler in ("fixed_size", "shuffle"):
+        return plan.batch_size
+    room = math.ceil(plan.batch_size + 2 * math.sqrt(plan.batch_size))
+    room = -(-room // _MULTIPLE) * _MULTIPLE
+    return min(room, plan.max_batch_size or room, plan.dataset_size)
+
+
+class Leaves:
+    """The tensors and numbers of a batch, flat, and which of them have one row an example.
+
+    A tensor counts as such if its first axis was as long as the draw in every batch so far, unless it was declared constant.
+    """
+
+    def __init__(self) -> None:
+        self._shared: set[tuple[Any, int]] = set()  # (structure, place) of tensors that have no rows
+
+    def flat(self, batch: Any, count: int) -> tuple[list[Any], Any, tuple[bool, ...]]:
+        """(leaves, structure, which of them have rows)"""
+        leaves, structure = pytree.tree_flatten(batch)
+        places = []
+        for place, leaf in enumerate(leaves):
+            has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count and not is_declared_constant(leaf)
+            if not has_rows:
+                self._shared.add((str(structure), place))
+            places.append(has_rows and (str(structure), place) not in self._shared)
+        return leaves, structure, tuple(places)
+
+
+def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:
+    """The rows start … stop-1 of every tensor that has rows, filled up with copies of the first of them."""
+    return [_filled(leaf[start:stop], rows) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
+
+
+def _filled(part: Tensor, rows: int) -> Tensor:
+    if len(part) == rows:
+        return part
+    return torch.cat([part, part[:1].expand(rows - len(part), *part.shape[1:])])
+
+
+def mask(count: int, rows: int, device: torch.device) -> Tensor:
+    """(rows,), true for the first `count`."""
+    return torch.arange(rows, device=device) < count

@@ -1,0 +1,133 @@
+"""From a model and its losses to a graph that computes clipped sums: plain torch operations, no tape, no Python.
+
+    sums, weights, finite = graph(parameters, buffers, rows of a batch, mask, 1/C²)
+
+The graph is traced with the tape on, over tensors that stand in for the parameters, by the very code of the eager step; so it
+clips by the same rules, at places that eager steps have verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..clipping import Clipping
+from ..collect import collect_for_graph
+from ..marks import EXAMPLE
+from ..methods.base import mean_weights
+from ..numerics import without_autocast
+from ..tape import Tape, capture
+from ..tracing import NotTraceable, tracing
+
+Losses = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters and buffers of some modules: what a graph takes as its first inputs."""
+
+    modules: Sequence[nn.Module]
+    places: list[tuple[nn.Module, dict[str, Any], str]]  # (owner, its _parameters or _buffers, name there)
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> State:
+        places, tensors = [], []
+        owners = {id(module): module for root in modules for module in root.modules()}
+        for module in owners.values():
+            for members in (module._parameters, module._buffers):
+                for name, tensor in members.items():
+                    if tensor is not None:
+                        places.append((module, members, name))
+                        tensors.append(tensor)
+        return cls(modules, places, tensors)
+
+    def distinct(self) -> list[Tensor]:
+        """Every tensor once: tied weights are one input."""
+        return list({id(tensor): tensor for tensor in self.tensors}.values())
+
+    @contextlib.contextmanager
+    def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
+        """Inside this block the modules hold these tensors in place of `distinct()`."""
+        by_id = dict(zip((id(tensor) for tensor in self.distinct()), stand_ins))
+        try:
+            for (_, members, name), tensor in zip(self.places, self.tensors):
+                members[name] = by_id[id(tensor)]
+            yield
+        finally:
+            for (_, members, name), tensor in zip(self.places, self.tensors):
+                members[name] = tensor
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph, the names of the sums it returns, and whether it draws random numbers."""
+
+    graph: GraphModule
+    names: list[str]
+    is_random: bool
+
+
+def trace(
+    model: Any, state: State, losses_of: Losses, leaves: Sequence[Any], structure: Any, mask: Tensor, clipping: Clipping
+) -> Traced:  # fmt: skip
+    """Trace the clipped sums of a batch of this shape. Raises NotTraceable, or whatever the model raises."""
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    count = len(state.distinct())
+    names: list[str] = []
+    tapes: list[Tape] = []
+
+    def clipped_sums(*inputs: Tensor) -> list[Tensor]:
+        stand_ins = [
+            given.detach().requires_grad_(True) if tensor.requires_grad else given
+            for given, tensor in zip(inputs[:count], state.distinct())
+        ]
+        batch = list(leaves)
+        for place, tensor in zip(places, inputs[count:-2]):
+            batch[place] = tensor
+        with state.replaced_by(stand_ins):
+            with capture(state.modules) as tape:
+                losses = losses_of(model, *pytree.tree_unflatten(batch, structure))
+            if not isinstance(losses, Tensor) or losses.shape != mask.shape:
+                raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
+            with tape.pause(), without_autocast():
+                gradients = collect_for_graph(tape, losses)
+                squares = {name: square * inputs[-1] for name, square in gradients.squared_norms().items()}
+                gradients.forget_terms()
+                real = torch.where(inputs[-2], losses.detach().double(), float("nan"))  # a row that is not real counts for nothing
+                weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
+                sums = gradients.weighted_sums(weights)
+        tapes.append(tape)
+        names[:] = sums
+        return [*sums.values(), mean_weights(weights), finite]
+
+    inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
+    inputs = [*state.distinct(), *(leaves[place] for place in places), mask, inverse_square]
+    with tracing():
+        graph = make_fx(clipped_sums, tracing_mode="real")(*(tensor.detach() for tensor in inputs))
+    _check_constants(graph, tapes[-1])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Traced(graph, names, any(_is_random(node) for node in graph.graph.nodes))
+
+
+def _check_constants(graph: GraphModule, tape: Tape) -> None:
+    """Example data may come in as an argument only: what is baked into a graph stays what it was."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        tensor = getattr(graph, node.target)
+        if isinstance(tensor, Tensor) and tensor.dim() and tape.marks.kind(tensor) == EXAMPLE:
+            raise NotTraceable(
+                f"a tensor of shape {tuple(tensor.shape)} comes from outside: pass it to step() as an argument, or declare it with clipwise.constant(x)."
+            )
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

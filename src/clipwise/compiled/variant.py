@@ -1,0 +1,78 @@
+"""A graph that is ready to run, for batches of one shape: compiled, and on a GPU recorded once and replayed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..numerics import unit_roundoff
+from .recording import Recording
+from .rows import mask
+from .trace import State, Traced
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    names: list[str]
+    is_random: bool
+    precision: torch.dtype  # the coarsest in which the graph computes
+    _run: Run
+    _state: list[Tensor]  # parameters and buffers when it was made
+    _rows: int
+    _device: torch.device
+
+    @classmethod
+    def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str) -> Variant:
+        device = batch_and_mask[-1].device
+        tensors = state.distinct()
+        inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
+        run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
+        if device.type == "cuda":
+            run = Recording(run, inputs, first=len(tensors))
+        return cls(traced.names, traced.is_random, _coarsest(traced), run, tensors, len(batch_and_mask[-1]), device)
+
+    def fits(self, state: State) -> bool:
+        """Whether the model still consists of the same tensors."""
+        now = state.distinct()
+        return len(now) == len(self._state) and all(a is b for a, b in zip(now, self._state))
+
+    def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
+        """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch."""
+        inverse_square = torch.tensor(bound**-2, dtype=torch.float64).to(self._device, non_blocking=True)
+        real = mask(count, self._rows, self._device)
+        return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
+
+
+def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
+    """By Inductor; where that fails (no compiler on this machine), the graph as it is, which spares the tape's work at least."""
+    try:
+        with torch.no_grad():
+            run: Run = torch._inductor.compile(traced.graph, list(inputs))
+            run(*inputs)
+    except Exception as error:
+        warnings.warn(
+            f"the graph could not be compiled and runs as it is: {type(error).__name__}: {str(error).splitlines()[0]}", stacklevel=2
+        )
+        return traced.graph
+
+    def without_gradients(*tensors: Tensor) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return run(*tensors)
+
+    return without_gradients
+
+
+def _coarsest(traced: Traced) -> torch.dtype:
+    found = {torch.float64}
+    for node in traced.graph.graph.nodes:
+        value = node.meta.get("val", node.meta.get("tensor_meta"))
+        dtype = getattr(value, "dtype", None)
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found.add(dtype)
+    return max(found, key=unit_roundoff)

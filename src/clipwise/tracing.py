@@ -1,0 +1,31 @@
+"""Whether the code at hand is being traced into a graph.
+
+A graph has no branches: what is computed may depend on shapes, never on values, nothing is fetched to the host, and no tensor
+made on the way may be kept for later. Where eager code saves work by looking at values, it asks here first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+
+class NotTraceable(Exception):
+    """Why something cannot become a graph. Eager code takes its place."""
+
+
+_tracing: ContextVar[bool] = ContextVar("clipwise_tracing", default=False)
+
+
+def is_tracing() -> bool:
+    return _tracing.get()
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
