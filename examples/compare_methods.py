@@ -39,6 +39,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.clipped_sums = CLIPPED_SUMS[self.method]() if self.method != NONPRIVATE else None
 
     def step(self, x: Tensor, y: Tensor) -> None:
         start = time.perf_counter()
@@ -49,10 +50,10 @@ class Runner:
 
     def fill_gradients(self, x: Tensor, y: Tensor) -> None:
         """p.grad = Σ clip(g_i) / B; without the clip for the ordinary step."""
-        if self.method == NONPRIVATE:
+        if self.clipped_sums is None:
             (losses_of(self.model, x, y).sum() / self.batch_size).backward()
             return
-        sums = CLIPPED_SUMS[self.method](self.model, x, y)
+        sums = self.clipped_sums(self.model, x, y)
         for name, parameter in self.model.named_parameters():
             parameter.grad = sums[name] / self.batch_size
 

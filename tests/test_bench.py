@@ -13,7 +13,7 @@ from clipwise.experiments import FIGURES, Measured
 from clipwise.experiments import report as reports
 from clipwise.experiments import timing as timings
 from clipwise.experiments.case import Case
-from clipwise.experiments.contenders import CLIPPED_SUMS, NONPRIVATE, NXBP, make_step
+from clipwise.experiments.contenders import CLIPPED_SUMS, COMPILED, NONPRIVATE, NXBP, make_step
 from clipwise.experiments.largest_batch import largest
 from clipwise.experiments.timing import OUT_OF_MEMORY, Measurement, Settings, measure
 
@@ -38,7 +38,11 @@ def test_every_way_finds_the_same_clipped_sum(name, device):
     """What is timed is what is tested: the very functions that `clipwise bench` runs."""
     model, batches = SMALL[name].prepare(False, torch.device(device))
     x, y = next(batches)
-    sums = {method: find(model, x, y) for method, find in CLIPPED_SUMS.items()}
+    sums = {}
+    for method, make in CLIPPED_SUMS.items():
+        find = make()
+        for _ in range(9 if method == COMPILED else 1):  # eager steps come before the graph
+            sums[method] = {name: total.clone() for name, total in find(model, x, y).items()}
     for method, found in sums.items():
         assert found.keys() == sums[NXBP].keys()
         size = sum(float(total.square().sum()) for total in sums[NXBP].values()) ** 0.5
@@ -55,7 +59,7 @@ def test_a_private_step_adds_the_papers_noise():
     model, batches = SMALL["mlp"].prepare(False, CPU)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     x, y = next(batches)
-    sums = torch.cat([total.flatten() for total in CLIPPED_SUMS["bookkeep"](model, x, y).values()])
+    sums = torch.cat([total.flatten() for total in CLIPPED_SUMS["bookkeep"]()(model, x, y).values()])
     make_step("bookkeep", model, torch.optim.SGD(model.parameters(), lr=1.0), 4)(x, y)
     noise = before - torch.cat([p.detach().flatten() for p in model.parameters()]) - sums / 4
     assert abs(float(noise.std()) / 0.05 - 1) < 0.02
@@ -72,14 +76,14 @@ def test_a_way_that_runs_out_of_memory_leaves_the_others_alone(monkeypatch):
     def greedy(model, x, y):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(CLIPPED_SUMS, "multiLoss", greedy)
+    monkeypatch.setitem(CLIPPED_SUMS, "multiLoss", lambda: greedy)
     found = {m.method: m for m in measure(SMALL["mlp"], [NONPRIVATE, "multiLoss", "bookkeep"], FAST)}
     assert found["multiLoss"].why_not == OUT_OF_MEMORY and found["multiLoss"].seconds is None
     assert found["bookkeep"].seconds > 0 and found[NONPRIVATE].seconds > 0
 
 
 def test_other_errors_are_not_taken_for_memory(monkeypatch):
-    monkeypatch.setitem(CLIPPED_SUMS, "multiLoss", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes disagree")))
+    monkeypatch.setitem(CLIPPED_SUMS, "multiLoss", lambda: lambda *_: (_ for _ in ()).throw(RuntimeError("shapes disagree")))
     with pytest.raises(RuntimeError, match="shapes disagree"):
         measure(SMALL["mlp"], ["multiLoss"], FAST)
 
@@ -99,7 +103,7 @@ def test_largest(limit):
         return size <= limit
 
     found = largest(fits)
-    assert found <= limit <= found + max(1, 0.02 * found) and len(tried) < 30
+    assert found <= limit <= found + max(1, 0.05 * found) and len(tried) < 30
 
 
 def test_seconds_an_epoch_are_the_median_step_times_the_steps():

@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, examples
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import clipwise as cw
 from clipwise.compiled.agreement import agree
 from clipwise.compiled.rows import Leaves, default_rows, part_of
+from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
 
@@ -76,7 +76,7 @@ def assert_same_training(build, x, *, expect_graphs=1, tolerance=1e-9, **options
         warnings.filterwarnings("error", message="this step is not compiled")
         warnings.filterwarnings("error", message="the graph could not be compiled")
         found, step, private = train(built(build), x, **options)
-    assert len(step._variants) == expect_graphs
+    assert len(step.graphs.variants) == expect_graphs
     assert float((found - expected).norm()) <= tolerance * float(expected.norm())
     return step, private
 
@@ -108,14 +108,14 @@ def test_the_numbers_of_the_eager_loop(name):
 
 
 def test_embeddings():
-    build = lambda: Net(lambda s, x: s.b(s.e(x).mean(1)), e=nn.Embedding(20, 5, padding_idx=0), b=nn.Linear(5, 3))  # noqa: E731
+    build = lambda: Net(lambda s, x: s.b(s.e(x).mean(1)), e=nn.Embedding(20, 5, padding_idx=0), b=nn.Linear(5, 3))
     assert_same_training(build, torch.randint(0, 20, (RECORDS, 7)))
 
 
 def test_draws_larger_than_the_graph_take_several_rounds():
     build, shape = MODELS["mlp"]
     step, _ = assert_same_training(build, examples(RECORDS, *shape), rows=5)
-    assert step.rows == 5
+    assert step.graphs.rows == 5
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_every_clipping(clipping):
 def test_every_sampler(sampler):
     build, shape = MODELS["mlp"]
     step, _ = assert_same_training(build, examples(RECORDS, *shape), plan=plan_for(11, sampler=sampler))
-    assert step.rows == (12 if sampler != "truncated_poisson" else 24)
+    assert step.graphs.rows == (12 if sampler != "truncated_poisson" else 24)
 
 
 def test_learning_rate_schedules():
@@ -149,7 +149,7 @@ def test_several_modules_and_optimizers():
         body, head = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
         optimizers = [torch.optim.SGD(body.parameters(), lr=0.1), torch.optim.Adam(head.parameters())]
         private = cw.PrivateTraining([body, head], optimizers, plan_for(9), noise=cw.reproducible(1))
-        losses_of = lambda m, x, y: F.cross_entropy(m[1](torch.tanh(m[0](x))), y, reduction="none")  # noqa: E731
+        losses_of = lambda m, x, y: F.cross_entropy(m[1](torch.tanh(m[0](x))), y, reduction="none")
         step = private.compile(losses_of, backend="eager")
         for x, y in private.loader(TensorDataset(examples(RECORDS, 4), torch.arange(RECORDS) % 3)):
             if private.ledger.spent == 9:
@@ -164,7 +164,7 @@ def test_several_modules_and_optimizers():
         return torch.cat([p.detach().flatten() for m in (body, head) for p in m.parameters()]), step
 
     (expected, _), (found, step) = run(False), run(True)
-    assert len(step._variants) == 1 and torch.allclose(found, expected, rtol=1e-10, atol=0)
+    assert len(step.graphs.variants) == 1 and torch.allclose(found, expected, rtol=1e-10, atol=0)
 
 
 def test_batches_of_any_structure():
@@ -188,7 +188,7 @@ def test_batches_of_any_structure():
                 optimizer.step()
                 optimizer.zero_grad()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert len(step._variants) == 1 and torch.allclose(*results, rtol=1e-10, atol=0)
+    assert len(step.graphs.variants) == 1 and torch.allclose(*results, rtol=1e-10, atol=0)
 
 
 def in_steady_state(model, x, *, losses_of=mean_loss, backend="eager", rows=16, steps=200, **options):
@@ -196,7 +196,7 @@ def in_steady_state(model, x, *, losses_of=mean_loss, backend="eager", rows=16, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = cw.PrivateTraining(model, optimizer, plan_for(steps), own_batches=True, noise=cw.reproducible(5), **options)
     step = private.compile(losses_of, rows=rows, backend=backend)
-    while not step._variants or private.ledger.spent in (3, 7, 15, 31):
+    while not step.graphs.variants or private.ledger.spent in (3, 7, 15, 31):
         step(x.clone(), torch.arange(len(x)) % 3)
         assert private.ledger.spent < 40, "no graph was made"
     return step, private
@@ -204,9 +204,9 @@ def in_steady_state(model, x, *, losses_of=mean_loss, backend="eager", rows=16, 
 
 def sums_of(step, x, y):
     """What the graph finds for a batch."""
-    leaves, _, has_rows = step._leaves.flat((x, y), len(x))
-    (variant,) = step._variants.values()
-    return step._clipped(variant, leaves, has_rows, len(x))
+    (variant,) = step.graphs.variants.values()
+    clipped = step.graphs.clipped(variant, step.graphs.batch((x, y), len(x)), 1.0)
+    return list(clipped.sums.values()), clipped.weights, clipped.finite
 
 
 def expected_sums(model, x, y):
@@ -229,7 +229,7 @@ def test_rows_that_are_not_real_or_not_finite_count_for_nothing(backend):
         for a, b in zip(sums, expected):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
         assert len(weights) == len(finite) == 11 and bool(((weights == 0) == ~finite).all())
-    (variant,) = step._variants.values()
+    (variant,) = step.graphs.variants.values()
     padded = [torch.cat([x, x[:5]]), torch.cat([y, y[:5]])]
     assert all(not total.any() for total in variant.run(padded, 0, 1.0)[:-2])  # no row is real: exactly nothing
 
@@ -248,7 +248,7 @@ def test_the_bound_holds_for_every_example_alone():
 def test_dropout_is_drawn_anew_in_every_round():
     model = built(lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3)))
     step, _ = in_steady_state(model, examples(8, 4))
-    (variant,) = step._variants.values()
+    (variant,) = step.graphs.variants.values()
     assert variant.is_random
     x, y = examples(8, 4), torch.arange(8) % 3
     assert not torch.equal(sums_of(step, x, y)[0][0].clone(), sums_of(step, x, y)[0][0])
@@ -259,9 +259,9 @@ def test_each_mode_of_the_model_has_a_graph_of_its_own():
     x, y = examples(8, 4), torch.arange(8) % 3
     step, _ = in_steady_state(model, x)
     model.eval()
-    while len(step._variants) == 1:
+    while len(step.graphs.variants) == 1:
         step(x.clone(), y)
-    assert sorted(variant.is_random for variant in step._variants.values()) == [False, True]
+    assert sorted(variant.is_random for variant in step.graphs.variants.values()) == [False, True]
 
 
 def test_autocast():
@@ -276,7 +276,7 @@ def test_autocast():
     expected, _, _ = train(model, x, compiled=False, losses_of=losses_of)
     torch.manual_seed(0)
     found, step, _ = train(built(MODELS["mlp"][0]).float(), x, losses_of=losses_of)
-    (variant,) = step._variants.values()
+    (variant,) = step.graphs.variants.values()
     assert variant.precision == torch.bfloat16
     assert float((found - expected).norm()) <= 2e-2 * float(expected.norm())
 
@@ -289,12 +289,12 @@ def test_a_replaced_parameter_or_a_frozen_one_is_not_missed():
         model[0].weight.mul_(2)  # in place: the graph sees it
     for a, b in zip(sums_of(step, x, y)[0], expected_sums(model, x, y)):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
-    variants = dict(step._variants)
+    variants = dict(step.graphs.variants)
     model[2].bias.requires_grad_(False)
     for _ in range(3):
         step(x.clone(), y)
-    assert all("2.bias" not in variant.names for variant in step._variants.values() if variant not in variants.values())
-    assert list(step._variants) != list(variants) or list(step._variants.values()) != list(variants.values())
+    assert all("2.bias" not in variant.names for variant in step.graphs.variants.values() if variant not in variants.values())
+    assert list(step.graphs.variants) != list(variants) or list(step.graphs.variants.values()) != list(variants.values())
 
 
 def test_it_trains_by_inductor():
@@ -394,48 +394,48 @@ def test_an_unsafe_model_is_refused_as_in_the_eager_loop():
 
 
 def test_data_from_outside_the_arguments_is_not_baked_in():
-    build, shape = MODELS["mlp"]
+    build, _ = MODELS["mlp"]
     x = examples(12, 4)
     hidden = examples(12, 4)
-    losses_of = lambda m, x, y: mean_loss(m, x + hidden, y)  # noqa: E731
+    losses_of = lambda m, x, y: mean_loss(m, x + hidden, y)
     model = built(build)
     private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(20), own_batches=True)
     step = private.compile(losses_of, rows=12, backend="eager")
     with pytest.warns(UserWarning, match="pass it to step"):
         for _ in range(7):
             step(x.clone(), torch.arange(12) % 3)
-    assert not step._variants and private.ledger.spent == 7
+    assert not step.graphs.variants and private.ledger.spent == 7
 
 
 def test_a_number_that_changes_is_noticed():
-    build, shape = MODELS["mlp"]
+    build, _ = MODELS["mlp"]
     factor = [1e-3]  # small enough that nothing is clipped
-    losses_of = lambda m, x, y: factor[0] * mean_loss(m, x, y)  # noqa: E731
+    losses_of = lambda m, x, y: factor[0] * mean_loss(m, x, y)
     model = built(build)
-    step, private = in_steady_state(model, examples(9, 4), losses_of=losses_of)
+    step, _ = in_steady_state(model, examples(9, 4), losses_of=losses_of)
     factor[0] = 2e-3
     with pytest.warns(UserWarning, match="not those of the eager step"):
         for _ in range(8):
             step(examples(9, 4), torch.arange(9) % 3)
-    assert not step._variants
+    assert not step.graphs.variants
 
 
 def test_losses_that_depend_on_how_many_rows_there_are_are_noticed():
-    build, shape = MODELS["mlp"]
+    build, _ = MODELS["mlp"]
     model = built(build)
     private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(20), own_batches=True)
     step = private.compile(lambda m, x, y: 1e-3 * len(x) * mean_loss(m, x, y), rows=12, backend="eager")
     with pytest.warns(UserWarning, match="not compiled"):
         for _ in range(9):
             step(examples(9, 4), torch.arange(9) % 3)
-    assert not step._variants
+    assert not step.graphs.variants
 
 
 def test_models_whose_rows_move_run_eagerly():
-    build = lambda: Net(lambda s, x: s.a(x[x[:, 0].argsort()].flip(0))[x[:, 0].argsort().flip(0).argsort()], a=nn.Linear(4, 3))  # noqa: E731
+    build = lambda: Net(lambda s, x: s.a(x[x[:, 0].argsort()].flip(0))[x[:, 0].argsort().flip(0).argsort()], a=nn.Linear(4, 3))
     with pytest.warns(UserWarning, match="not compiled"):
         _, step, private = train(built(build), examples(RECORDS, 4), steps=14)
-    assert not step._variants and private.ledger.spent == 14
+    assert not step.graphs.variants and private.ledger.spent == 14
 
 
 # Small pieces

@@ -201,3 +201,35 @@ def test_a_stale_gradient_is_refused():
     with pytest.raises(cw.ForeignGradient, match="was not zero"):
         optimizer.step()
     private.close()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "sequence"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_steps_give_the_numbers_of_eager_ones(name, backend):
+    from test_compiled import MODELS, RECORDS, built, train
+
+    build, shape = MODELS[name]
+    x = examples(RECORDS, *shape).cuda()
+    expected, _, _ = train(built(build).cuda(), x, compiled=False, steps=9)
+    found, step, _ = train(built(build).cuda(), x, rows=10, backend=backend, steps=9)
+    (variant,) = step.graphs.variants.values()
+    assert type(variant._run).__name__ == "Recording" and float((found - expected).norm()) <= 1e-8 * float(expected.norm())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_replay_draws_new_dropout_and_follows_parameters_that_move():
+    from test_compiled import built, expected_sums, in_steady_state, sums_of
+
+    build = lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    model, x, y = built(build).cuda(), examples(9, 4).cuda(), torch.arange(9).cuda() % 3
+    step, _ = in_steady_state(model, x)
+    assert not torch.equal(sums_of(step, x, y)[0][0].clone(), sums_of(step, x, y)[0][0])
+    model = built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).cuda()
+    step, _ = in_steady_state(model, x)
+    for change in (lambda p: p.mul_(2), lambda p: setattr(p, "data", 3 * p.data)):
+        with torch.no_grad():
+            change(model[0].weight)
+        for a, b in zip(sums_of(step, x, y)[0], expected_sums(model, x, y)):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    step(x.cpu(), y.cpu())  # batches on the host go where the model is

@@ -299,7 +299,7 @@ def test_settings_from_a_file(tmp_path, suffix, capsys):
         (["--data", "mnist", "--data-folder", "/nowhere"], "clipwise data fetch mnist"),
         (["--model", "transformer"], "the transformer is for text"),
         (["--model", "resnet18"], "three channels"),
-        (["--compile"], "not available yet"),
+        (["--compile", "--method", "reweight"], "bookkeep"),
         (["--resume"], "nothing to resume"),
         (["--config", "/nowhere.toml"], "No such file"),
     ],

@@ -154,8 +154,10 @@ class ExampleGradients:
 
         A handful of numbers an example: on the host, what follows from them takes no kernels.
         """
-        parts = {key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices())}
-        if second_pass is not None or is_tracing() or len(parts) < 2:
+        parts = {
+            key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices(second_pass))
+        }
+        if is_tracing() or len(parts) < 2:
             parts = {}
         together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None  # (B, K)
         alone = {

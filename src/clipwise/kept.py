@@ -19,11 +19,12 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
         for path, module in root.named_modules():
-            for name, value in vars(module).items():
-                if type(value) in _HOLDS_NO_TENSOR or name in _OWN:
-                    continue
-                for tensor in tensors_in(value, _DEPTH):
-                    yield (f"{path}.{name}" if path else name), tensor
+            attributes = vars(module)
+            for name in attributes.keys() - _OWN:
+                value = attributes[name]
+                if type(value) not in _HOLDS_NO_TENSOR:
+                    for tensor in tensors_in(value, _DEPTH):
+                        yield (f"{path}.{name}" if path else name), tensor
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

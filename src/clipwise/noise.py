@@ -30,8 +30,10 @@ def noised(
             summed = [(noise, total) for place, noise in zip(places, parts) if (total := sums[place]) is not None]
             if summed:
                 torch._foreach_add_([noise for noise, _ in summed], [total for _, total in summed], alpha=1 / divisor)
-            for place, noise in zip(places, parts):
-                found[place] = noise.to(parameters[place].dtype, copy=True)  # no view: each has its own version counter
+            gradients = [torch.empty_like(parameters[place]) for place in places]  # no views: each has its own version counter
+            torch._foreach_copy_(gradients, parts)
+            for place, gradient in zip(places, gradients):
+                found[place] = gradient
     return found
 
 

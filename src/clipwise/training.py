@@ -114,7 +114,7 @@ class PrivateTraining:
 
         Its value is Σ ν_i·ℓ_i, ν_i what each example was scaled by: private data, good for nothing but backward().
         """
-        self._check_open()
+        self.check_open()
         return self._intake.loss(losses, self.clipping, self.method)
 
     def compile(self, losses_of: Callable[..., Tensor], *, rows: int | None = None, backend: str = "inductor") -> CompiledStep:
@@ -129,14 +129,15 @@ class PrivateTraining:
         """
         from .compiled import CompiledStep
 
-        self._check_open()
+        self.check_open()
         if self.method not in ("auto", "bookkeep"):
             raise ValueError(f'a compiled step clips by method "bookkeep", this training by {self.method!r}')
         if self._updates.has_scaler:
             raise ValueError("a compiled step takes no GradScaler: train in bf16, which needs none, or by the eager loop")
         return CompiledStep(self, self._intake, self._updates, losses_of, rows=rows, backend=backend)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse if this training is closed."""
         if self.is_closed:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping import flat
+from ..compiled.sums import GraphSums
 from ..methods import multiloss_alone, nxbp_alone, trainable
 from ..noise import noised
 from ..randomness import Fast
@@ -52,8 +53,24 @@ def _taped(method: str) -> Sums:
     return sums
 
 
-TAPED = {"ReweightGP": _taped("reweight"), "bookkeep": _taped("bookkeep")}
-CLIPPED_SUMS: dict[str, Sums] = {NXBP: _nxbp, "multiLoss": _multiloss, **TAPED}
+def _graphed() -> Sums:
+    """The graph that private.compile replays, as it was traced: Inductor would take minutes for the larger networks."""
+    graphs: list[GraphSums] = []
+    eagerly = _taped("bookkeep")
+
+    def sums(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if not graphs:
+            graphs.append(GraphSums(model, losses_of, CLIPPING, rows=len(x), backend="eager"))
+        batch = graphs[0].batch((x, y), len(x))
+        variant, by_graph = graphs[0].due(batch)
+        return graphs[0].clipped(variant, batch, 1.0).sums if variant is not None and by_graph else eagerly(model, x, y)
+
+    return sums
+
+
+COMPILED = "compiled"
+TAPED = {"ReweightGP": lambda: _taped("reweight"), "bookkeep": lambda: _taped("bookkeep"), COMPILED: _graphed}
+CLIPPED_SUMS: dict[str, Callable[[], Sums]] = {NXBP: lambda: _nxbp, "multiLoss": lambda: _multiloss, **TAPED}
 OPACUS = {"Opacus hooks": "hooks", "Opacus ghost": "ghost"}
 NAMES = (NONPRIVATE, *CLIPPED_SUMS, *OPACUS)
 ABOUT = {
@@ -62,6 +79,7 @@ ABOUT = {
     "multiLoss": "autograd on the vector of losses, every gradient written out",
     "ReweightGP": "the paper's: norms by one backward pass, then another over reweighted losses",
     "bookkeep": "clipwise's default: norms and the clipped sum from one backward pass",
+    COMPILED: "bookkeep as one graph, on a GPU replayed as a CUDA graph",
     "Opacus hooks": "Opacus with per-example gradients written out",
     "Opacus ghost": "Opacus with ghost clipping",
 }
@@ -80,7 +98,7 @@ def make_step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, bat
         return _ordinary(model, optimizer)
     if name in OPACUS:
         return _opacus(OPACUS[name], model, optimizer, batch_size)
-    parameters, clipped_sums, randomness = trainable(model), CLIPPED_SUMS[name], Fast()
+    parameters, clipped_sums, randomness = trainable(model), CLIPPED_SUMS[name](), Fast()
 
     def step(x: Tensor, y: Tensor) -> None:
         sums = clipped_sums(model, x, y)

@@ -14,9 +14,11 @@ from .case import Case
 from .contenders import make_step
 from .timing import STILL, Settings, is_out_of_memory, tidy_up
 
+MOST = 2048  # no larger batch is tried
 
-def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = 65_536, precision: float = 0.02) -> int:
-    """The largest n ≤ most with fits(n), or at most 2 % less, for a property that once lost stays lost. 0 if not even 1 fits."""
+
+def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = MOST, precision: float = 0.05) -> int:
+    """The largest n ≤ most with fits(n), or at most 5 % less, for a property that once lost stays lost. 0 if not even 1 fits."""
     low, high = 0, start
     while high < most and fits(high):
         low, high = high, 2 * high

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..experience import experience_of
 from ..machine import free_memory
 from .case import Case
 from .contenders import OPACUS, TAPED, Step, available, for_opacus, make_step
 
 OUT_OF_MEMORY = "out of memory"
 STILL = 1e-6  # learning rate: every way is to meet the same network, not one that the others have trained on noise
-_VERIFYING = 3  # more steps to warm up where clipwise verifies the model: on its steps 1, 2, 4, 8, then rarely enough for a median
+_VERIFYING = 3  # more steps to warm up where clipwise verifies the model: on its first steps; later such steps are not timed
 _WRITTEN_OUT = ("multiLoss", "Opacus hooks")  # ways that hold every example's gradient
 _COPIES = 3  # … and as many copies of it while they add up
 
@@ -126,7 +127,8 @@ def measure(case: Case, methods: Sequence[str], settings: Settings) -> list[Meas
         x, y = next(batches)
         for runner in runners:
             if runner.wants_more(settings):
-                runner.run(x, y, settings, warm=True)
+                verifies = runner.method in TAPED and experience_of([model]).will_look_again
+                runner.run(x, y, settings, warm=not verifies)
     return [runner.measurement() for runner in runners]
 
 

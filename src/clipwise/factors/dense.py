@@ -45,6 +45,11 @@ class Dense(Factor):
     def mass(self) -> Tensor:
         return self._mass() if self._mass is not None else row_norms(self.grad)
 
+    @property
+    def is_one_term(self) -> bool:
+        """Whether nothing was added up on the way here."""
+        return self._mass is None
+
     def merge(self, grouping: Grouping) -> Dense:
         grouped = grouping(self.grad)  # (B, k, *shape)
         if grouped.shape[1] == 1:

@@ -74,7 +74,7 @@ class FactorSum:
         Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u, a percent under bf16.
         """
         if second_pass is not None:
-            return self._as_added(self._measured("tiles"), max(unit_roundoff(second_pass), self._rounded()))
+            return self._as_added(self._measured("tiles"), self._rounded(second_pass))
         way = self.way = self._way(budget)
         if way == "keep":
             self._kept = Dense(self.dense())
@@ -89,26 +89,35 @@ class FactorSum:
         """Squared norms that add up to that of the whole: here one."""
         return [self.measure(budget, second_pass=second_pass)]
 
-    def _rounded(self) -> float:
+    def _rounded(self, second_pass: torch.dtype | None = None) -> float:
         """How far the inputs of the products that make up the sum are rounded."""
-        return product_roundoff(self.dtype, self.device, convolution=any(isinstance(f, Convolution) for f in self.factors))
+        rounded = product_roundoff(self.dtype, self.device, convolution=any(isinstance(f, Convolution) for f in self.factors))
+        return rounded if second_pass is None else max(unit_roundoff(second_pass), rounded)
+
+    def _drift(self, rounded: float) -> float:
+        """How far a sum of terms that were rounded once more may be off, relative to its mass."""
+        return 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
 
     def _as_added(self, measured: Squares, rounded: float) -> Squares:
         """What a sum of terms that were rounded once more may come to."""
-        drift = 2 * rounded + _ACCUMULATION * unit_roundoff(self.dtype)
-        return measured.rounded_up(1 + 4 * rounded).with_drift(drift, self.mass())
+        return measured.rounded_up(1 + 4 * rounded).with_drift(self._drift(rounded), self.mass())
 
-    def row_matrices(self) -> tuple[list[Tensor], float] | None:
-        """Where the squared norm is a product of row norms: the matrices, and what to multiply with for rounding; else None."""
+    def row_matrices(self, second_pass: torch.dtype | None = None) -> tuple[list[Tensor], float] | None:
+        """Where the squared norm is a product of row norms: the matrices, and what to multiply with for rounding; else None.
+
+        The mass of a single term is its norm, so what a second pass may add is in proportion to that, too.
+        """
         [factor, *others] = self.factors
         if others or self.batch == 0:
             return None
-        if isinstance(factor, Dense):
+        rounded = self._rounded(second_pass)
+        added = 1 + 4 * rounded + (self._drift(rounded) ** 2 if second_pass is not None else 0.0)
+        if isinstance(factor, Dense) and (second_pass is None or factor.is_one_term):
             self.way = "written"
-            return [factor.grad], 1.0
+            return [factor.grad], 1.0 if second_pass is None else added
         if isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1):
             self.way = "product"
-            return [factor.left, factor.right], 1 + 4 * self._rounded()
+            return [factor.left, factor.right], added
         return None
 
     def forget_terms(self) -> None:

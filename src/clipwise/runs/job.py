@@ -35,6 +35,7 @@ class TrainJob:
     sampler: str = "poisson"
     noise: str = "fast"
     precision: str = "fp32"
+    compile: bool = False
     microbatch: int | None = None
     device: str = "auto"
     workers: int = 0
@@ -52,6 +53,8 @@ class TrainJob:
             if value not in choices:
                 raise BadPlan(f"there is no {what} {value!r}.", did_you_mean(value, choices, f"Choose one of {', '.join(choices)}."))
         check_method(self.method)
+        if self.compile and self.method not in ("auto", "bookkeep"):
+            raise BadPlan(f"a compiled step clips by bookkeep, not by {self.method}.", "Leave out --compile, or --method.")
 
     def changed(self, values: dict[str, Any]) -> TrainJob:
         """With other values for some fields; an unknown one is refused."""

@@ -41,6 +41,9 @@ class Loop:
     say: Say
     private_accuracy: bool
 
+    def __post_init__(self) -> None:
+        self._compiled = self.private.compile(self._losses, rows=self.job.microbatch) if self.job.compile else None
+
     def run(self) -> bool:
         """Whether the plan was followed to its end. The curve then ends with what the network is worth, also if no step was left."""
         torch.backends.cuda.matmul.allow_tf32 = self.job.precision == "tf32"
@@ -60,17 +63,25 @@ class Loop:
 
     def _epoch(self, loader: DataLoader[Any], measured: Point | None, interrupted: list[bool]) -> None:
         self.model.train()
-        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.precision == "bf16")
         for batch in loader:
-            for x, y in microbatches(batch, self.job.microbatch or max(1, len(batch[0]))):
-                with autocast:
-                    output = self.model(x.to(self.device))
-                self.private.loss(F.cross_entropy(output.float(), y.to(self.device), reduction="none")).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self._compiled is not None:
+                self._compiled(*batch)
+            else:
+                self._step(batch)
             self.show(self.private.position, self.private.plan.steps, measured)
             if interrupted:
                 break
+
+    def _step(self, batch: Any) -> None:
+        for x, y in microbatches(batch, self.job.microbatch or max(1, len(batch[0]))):
+            self.private.loss(self._losses(self.model, x.to(self.device), y.to(self.device))).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.job.precision == "bf16"):
+            output = model(x)
+        return F.cross_entropy(output.float(), y, reduction="none")
 
     def _measured_before(self) -> Point | None:
         """The last point of a training that goes on, with ε of all that is counted: after a crash that is more than the curve knows of."""
