@@ -45,7 +45,7 @@ def train(
     **options,
 ):
     """Trains for some steps; returns all weights in one vector, the compiled step and the training."""
-    data = TensorDataset(x, torch.arange(RECORDS) % 3)
+    data = TensorDataset(x, (torch.arange(RECORDS) % 3).to(x.device))
     optimizer = (optimizer or (lambda p: torch.optim.Adam(p, lr=1e-2)))(model.parameters())
     private = cw.PrivateTraining(model, optimizer, plan or plan_for(steps), noise=noise or cw.reproducible(5), **options)
     step = private.compile(losses_of, rows=rows, backend=backend) if compiled else None

@@ -51,6 +51,18 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for processes that run be
 SMALL = ["--model", "mlp", "--batch-size", "50", "--epochs", "2", "--delta", "1e-3", "--epsilon", "8"]
 
 
+def test_a_compiled_training(tmp_path, monkeypatch):
+    """By the graph as it was traced: waiting for the compiler is test_compiled's business."""
+    from clipwise.compiled import variant
+
+    made = []
+    monkeypatch.setattr(variant, "_compiled", lambda traced, inputs: made.append(traced) or traced.graph)
+    job = TrainJob(model="mlp", batch_size=20, epochs=2, delta=1e-3, epsilon=8.0, compile=True)
+    outcome = run(job, tmp_path / "run", say=lambda _: None)
+    assert outcome.finished and len(made) == 1 and outcome.budget.epsilon <= 8
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["compile"] is True
+
+
 def test_a_whole_training(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", *SMALL, "--out", str(out)]) == 0

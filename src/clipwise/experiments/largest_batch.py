@@ -20,7 +20,7 @@ MOST = 2048  # no larger batch is tried
 def largest(fits: Callable[[int], bool], *, start: int = 4, most: int = MOST, precision: float = 0.05) -> int:
     """The largest n ≤ most with fits(n), or at most 5 % less, for a property that once lost stays lost. 0 if not even 1 fits."""
     low, high = 0, start
-    while high < most and fits(high):
+    while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > max(1, precision * low):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
+from ..tracing import is_tracing
 from .base import Factor, Grouping
 from .outer import Outer
 
@@ -97,13 +99,22 @@ class Convolution(Factor):
         return Outer(left, right, self.shape, groups=True)
 
     def _windows(self, images: Tensor, places: torch.Size) -> Tensor:
-        """Every window, as a view of the padded images. (N, C, *S) → (N, C, *K, *L)"""
+        """Every window, as a view of the padded images. (N, C, *S) → (N, C, *K, *L)
+
+        In a graph they are copied: a compiler may lay the images out otherwise, and a view by strides would read beyond them.
+        """
         how, kernel = self.geometry, self.shape[2:]
         # The last window may need zeros beyond the padding (transposed, output_padding) or stop short of the edge.
         reach = [(place - 1) * s + (k - 1) * d + 1 for place, s, k, d in zip(places, how.stride, kernel, how.dilation)]
         pads = [(p, end - size - p) for p, end, size in zip(how.padding, reach, images.shape[2:])]
         if any(amount for pair in pads for amount in pair):
             images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
+        if is_tracing():
+            slices = [
+                [slice(k * d, k * d + (place - 1) * s + 1, s) for k, d, s, place in zip(offset, how.dilation, how.stride, places)]
+                for offset in itertools.product(*map(range, kernel))
+            ]
+            return torch.stack([images[(..., *one)] for one in slices], 2).unflatten(2, kernel)
         steps = images.stride()[2:]
         return images.as_strided(
             (*images.shape[:2], *kernel, *places),
