@@ -419,7 +419,7 @@ def test_evaluation_with_gradients_keeps_nothing_alive():
         float(output.argmax(1).float().mean())
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= 3
-    assert len(private._intake.block._tape.root_calls) <= 3 and len(private._block._tape.program) <= 200
+    assert len(private._intake.block._tape.root_calls) <= 3 and len(private._intake.block._tape.program) <= 200
 
 
 def test_one_loss_from_two_calls_of_the_model():

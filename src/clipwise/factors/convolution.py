@@ -110,11 +110,12 @@ class Convolution(Factor):
         if any(amount for pair in pads for amount in pair):
             images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
         if is_tracing():
+            whole = (slice(None), slice(None))
             slices = [
-                [slice(k * d, k * d + (place - 1) * s + 1, s) for k, d, s, place in zip(offset, how.dilation, how.stride, places)]
+                tuple(slice(k * d, k * d + (place - 1) * s + 1, s) for k, d, s, place in zip(offset, how.dilation, how.stride, places))
                 for offset in itertools.product(*map(range, kernel))
             ]
-            return torch.stack([images[(..., *one)] for one in slices], 2).unflatten(2, kernel)
+            return torch.stack([images[whole + one] for one in slices], 2).unflatten(2, kernel)
         steps = images.stride()[2:]
         return images.as_strided(
             (*images.shape[:2], *kernel, *places),
