@@ -107,6 +107,16 @@ def test_the_numbers_of_the_eager_loop(name):
     assert_same_training(build, examples(RECORDS, *shape))
 
 
+def test_recurrent_weights_are_not_laid_out_anew(monkeypatch):
+    """A recurrent layer whose weights were exchanged copies them into one piece, on a GPU by calls that no tape knows."""
+    model = built(MODELS["lstm"][0])
+    copies = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: copies.append(1))
+    step, _ = in_steady_state(model, examples(9, 6, 4))
+    step(examples(9, 6, 4), torch.arange(9) % 3)
+    assert not copies and model.a._flat_weights[0] is model.a.weight_ih_l0
+
+
 def test_embeddings():
     build = lambda: Net(lambda s, x: s.b(s.e(x).mean(1)), e=nn.Embedding(20, 5, padding_idx=0), b=nn.Linear(5, 3))
     assert_same_training(build, torch.randint(0, 20, (RECORDS, 7)))

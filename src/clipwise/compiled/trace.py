@@ -9,6 +9,7 @@ clips by the same rules, at places that eager steps have verified.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +59,20 @@ class State:
     def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Inside this block the modules hold these tensors in place of `distinct()`."""
         by_id = dict(zip((id(tensor) for tensor in self.distinct()), stand_ins))
+        recurrent = [module for root in self.modules for module in root.modules() if isinstance(module, nn.RNNBase)]
+        lists = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
         try:
             for (_, members, name), tensor in zip(self.places, self.tensors):
                 members[name] = by_id[id(tensor)]
+            for module, weights, _ in lists:  # they keep lists of their weights, and would copy all of them if one were another
+                module._flat_weights = [by_id.get(id(weight), weight) for weight in weights]
+                module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
             yield
         finally:
             for (_, members, name), tensor in zip(self.places, self.tensors):
                 members[name] = tensor
+            for module, weights, references in lists:
+                module._flat_weights, module._flat_weight_refs = weights, references
 
 
 @dataclass(frozen=True)
