@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import clipwise as cw
 from clipwise.compiled.agreement import agree
-from clipwise.compiled.rows import Leaves, default_rows, part_of
+from clipwise.compiled.rows import Leaves, default_rows, made_up, part_of
 from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
@@ -97,6 +97,12 @@ MODELS = {
     "tied weights": (lambda: Net(lambda s, x: F.linear(torch.tanh(s.a(x)), s.a.weight), a=nn.Linear(4, 4)), (3, 4)),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)), (2, 4, 4)),
     "scale and shift": (lambda: Net(lambda s, x: s.a(x) * s.g + s.h, a=nn.Linear(4, 3), g=nn.Parameter(torch.ones(3)), h=nn.Parameter(torch.zeros(3))), (4,)),
+    "class token": (
+        lambda: Net(
+            lambda s, x: s.b(torch.cat([s.t.expand(len(x), -1, -1), s.a(x)], 1)).mean(1), a=nn.Linear(4, 6), b=nn.Linear(6, 3), t=nn.Parameter(torch.ones(1, 1, 6))
+        ),
+        (5, 4),
+    ),
     "weight norm": (lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)), (4,)),
 }  # fmt: skip
 
@@ -259,7 +265,7 @@ def test_dropout_is_drawn_anew_in_every_round():
     model = built(lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3)))
     step, _ = in_steady_state(model, examples(8, 4))
     (variant,) = step.graphs.variants.values()
-    assert variant.is_random
+    assert variant.traced.is_random
     x, y = examples(8, 4), torch.arange(8) % 3
     assert not torch.equal(sums_of(step, x, y)[0][0].clone(), sums_of(step, x, y)[0][0])
 
@@ -271,7 +277,7 @@ def test_each_mode_of_the_model_has_a_graph_of_its_own():
     model.eval()
     while len(step.graphs.variants) == 1:
         step(x.clone(), y)
-    assert sorted(variant.is_random for variant in step.graphs.variants.values()) == [False, True]
+    assert sorted(variant.traced.is_random for variant in step.graphs.variants.values()) == [False, True]
 
 
 def test_autocast():
@@ -424,7 +430,7 @@ def test_a_number_that_changes_is_noticed():
     model = built(build)
     step, _ = in_steady_state(model, examples(9, 4), losses_of=losses_of)
     factor[0] = 2e-3
-    with pytest.warns(UserWarning, match="not those of the eager step"):
+    with pytest.warns(UserWarning, match="not compiled"):
         for _ in range(8):
             step(examples(9, 4), torch.arange(9) % 3)
     assert not step.graphs.variants
@@ -448,6 +454,190 @@ def test_models_whose_rows_move_run_eagerly():
     assert not step.graphs.variants and private.ledger.spent == 14
 
 
+# What a review found: each of these was silently wrong once
+
+
+def test_autocast_around_the_step_does_not_touch_our_arithmetic():
+    """A graph of float32 products that runs under autocast is a graph of bf16 ones: an example then moves the sum by several bounds."""
+    model = built(MODELS["sequence"][0]).float()
+    x, y = examples(9, 5, 4).float(), torch.arange(9) % 3
+    step, _ = in_steady_state(model, x)
+    expected = sums_of(step, x, y)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sums_of(step, x, y)[0]
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("kind", ["numbers one by one", "integers inside the module", "attribute"])
+def test_examples_that_come_in_by_another_door_are_not_baked_in(kind):
+    import numpy as np
+
+    x, y = examples(8, 4), torch.arange(8) % 3
+    model = built(
+        lambda: Net(
+            lambda s, x: s.b(s.a(x)) + (s.e.weight[s.ids] if s.ids is not None else 0),
+            a=nn.Linear(4, 6),
+            b=nn.Linear(6, 3),
+            e=nn.Embedding(9, 3),
+        )
+    )
+    model.ids = None
+    outside = {"ids": torch.arange(8) % 9, "weights": np.ones(8)}
+
+    def losses_of(model, x, y):
+        model.ids = outside["ids"] if kind != "numbers one by one" else None
+        losses = mean_loss(model, x, y)
+        return losses * torch.stack([torch.as_tensor(w) for w in outside["weights"]]) if kind == "numbers one by one" else losses
+
+    if kind == "attribute":
+        losses_of = mean_loss
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True, fallback=True)
+    step = private.compile(losses_of, rows=8, backend="eager")
+    with pytest.warns(UserWarning, match="not compiled"):
+        for _ in range(20):
+            if kind == "attribute":
+                model.ids = torch.randint(0, 9, (8,))
+            step(x.clone(), y)
+    assert not step.graphs.variants or kind == "attribute"
+
+
+def test_attention_without_dropout_draws_nothing():
+    model = built(MODELS["attention"][0])
+    step, _ = in_steady_state(model, examples(9, 5, 4))
+    assert [variant.traced.is_random for variant in step.graphs.variants.values()] == [False]
+
+
+def test_sums_are_not_written_over_by_the_next_round():
+    model = built(MODELS["mlp"][0])
+    step, _ = in_steady_state(model, examples(9, 4))
+    (variant,) = step.graphs.variants.values()
+    same = list(
+        variant._run(*variant._state, examples(16, 4), torch.arange(16) % 3, torch.ones(16) > 0, torch.ones((), dtype=torch.float64))
+    )
+    object.__setattr__(variant, "_run", lambda *_: same)
+    first = sums_of(step, examples(9, 4), torch.arange(9) % 3)[0]
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, same))
+
+
+def test_another_clipping_is_followed():
+    model = built(MODELS["mlp"][0])
+    x, y = examples(9, 4), torch.arange(9) % 3
+    step, private = in_steady_state(model, x)
+    private.clipping = cw.flat(1e-3)
+    seen, real = [], private._intake.hand_in
+    private._intake.hand_in = lambda clipped, *rest: (
+        seen.append(float(torch.cat([t.flatten() for t in clipped.sums.values()]).norm())),
+        real(clipped, *rest),
+    )
+    for _ in range(5):
+        step(x.clone(), y)
+    assert seen and max(seen) <= 9 * 1e-3 * (1 + 1e-9)
+
+
+def _double_the_output(module, args, output):
+    return 2 * output
+
+
+CHANGES = {
+    "hook": lambda m: m[0].register_forward_hook(_double_the_output),
+    "module": lambda m: m.__setitem__(1, nn.Sigmoid()),
+    "number": lambda m: setattr(m[3], "p", 0.5),
+    "dtype": lambda m: m.float().double(),
+    "mode": lambda m: m.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed_gets_another_graph(change):
+    model = built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.Dropout(1e-9)))
+    x, y = examples(9, 4), torch.arange(9) % 3
+    step, _ = in_steady_state(model, x)
+    before = list(step.graphs.variants.values())
+    CHANGES[change](model)
+    used, real = [], step.graphs.clipped
+    step.graphs.clipped = lambda variant, *rest: (used.append(variant), real(variant, *rest))[1]
+    for _ in range(6):
+        step(x.clone(), y)
+    assert change == "dtype" or (used and all(variant not in before for variant in used))
+    if change not in ("number", "mode"):
+        variant = list(step.graphs.variants.values())[-1]
+        found = real(variant, step.graphs.batch((x, y), 9), 1.0).sums.values()
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(found, expected_sums(model, x, y)))
+
+
+class Counts(nn.Module):
+    """A buffer that every forward pass writes to."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.replaces = replaces
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.replaces:
+            self.count = self.count + 1
+        else:
+            self.count += 1
+        return self.a(x)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_buffers_are_written_once_a_step(replaces):
+    model = built(lambda: Counts(replaces))
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
+    step = private.compile(mean_loss, rows=8, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(12):
+            step(examples(8, 4), torch.arange(8) % 3)
+    assert float(model.count) == 12 and not step.graphs.variants
+
+
+def test_whether_there_is_a_graph_does_not_depend_on_a_record():
+    """Graph and tape are compared on numbers that are nobody's; integers stay as they are."""
+    x, y = examples(6, 4), torch.arange(6)
+    numbers, labels = made_up([x, y], [True, True])
+    assert numbers.shape == x.shape and not torch.equal(numbers, x) and labels is y
+    assert torch.equal(numbers, made_up([1e9 * x, y], [True, True])[0])
+
+
+def test_a_first_tensor_without_rows():
+    model = built(MODELS["mlp"][0])
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
+    step = private.compile(lambda m, anchors, x, y: mean_loss(m, x, y), rows=12, backend="eager")
+    with pytest.warns(UserWarning, match="12 losses for a batch whose first tensor has 5 rows"):
+        for _ in range(6):
+            step(torch.zeros(5, 4), examples(12, 4), torch.arange(12) % 3)
+    assert not step.graphs.variants
+
+
+def test_arguments_that_may_change_behind_their_name():
+    model = built(MODELS["mlp"][0])
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
+    step = private.compile(lambda m, x, y, how: mean_loss(m, x, y), rows=12, backend="eager")
+    with pytest.warns(UserWarning, match="of type object"):
+        for _ in range(6):
+            step(examples(12, 4), torch.arange(12) % 3, object())
+    assert not step.graphs.variants
+
+
+def test_no_tape_stays_on():
+    from clipwise.modes import stacked
+
+    model = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
+    step = private.compile(mean_loss, rows=12, backend="eager")
+    with pytest.raises(cw.Refusal):
+        step(examples(12, 4), torch.arange(12) % 3)
+    assert not list(stacked())
+    model = built(MODELS["mlp"][0])
+    step, private = in_steady_state(model, examples(9, 4))
+    model(examples(9, 4))  # an evaluation with gradients opens a block
+    step(examples(9, 4), torch.arange(9) % 3)
+    assert not list(stacked())
+
+
 # Small pieces
 
 
@@ -455,7 +645,10 @@ def test_which_tensors_have_rows():
     leaves = Leaves()
     shared = torch.zeros(4, 2)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, True, False)
-    assert leaves.flat((torch.zeros(5, 3), shared, 1.5), 5)[2] == (True, False, False)
+    flat, structure, has_rows = leaves.flat((torch.zeros(5, 3), shared, 1.5), 5)
+    assert has_rows == (True, False, False)
+    assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, True, False)  # no step was made with that
+    leaves.remember(flat, structure, 5)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, False, False)  # its length was no number of rows
     assert Leaves().flat((torch.zeros(4, 3), cw.constant(torch.zeros(4))), 4)[2] == (True, False)
 

@@ -21,6 +21,7 @@ from .layout import TableGrouping, to_rows
 from .marks import Derived, Marks
 from .numerics import flat_rows
 from .rules.embedding import rows_factor
+from .tracing import is_tracing
 
 
 def pull_back(weight: Tensor, factor: Factor, marks: Marks) -> tuple[Tensor, Factor]:
@@ -68,7 +69,7 @@ def _through_view(view: Tensor, factor: Factor) -> tuple[Tensor, Factor] | None:
         return base, _scattered_diagonal(factor, region, whole)
     if is_injective(region, whole):
         return base, Placed(factor, region, whole)
-    return base, _scattered(factor.dense(), positions(region, whole), whole)
+    return base, _scattered(factor.dense(), positions(region, whole, factor.device), whole)
 
 
 def _may_reshape(factor: Factor, shape: torch.Size) -> bool:
@@ -79,14 +80,14 @@ def _scattered(dense: Tensor, index: Tensor, whole: Storage) -> Dense:
     """Add up the entries of an expanded view that show the same element. dense: (B, *view)"""
     flat = flat_rows(dense)
     out = flat.new_zeros(flat.shape[0], torch.Size(whole.shape).numel())
-    return Dense(out.index_add_(1, index.to(flat.device), flat).view(-1, *whole.shape))
+    return Dense(out.index_add_(1, index, flat).view(-1, *whole.shape))
 
 
 def _scattered_diagonal(factor: Diagonal, region: Region, whole: Storage) -> Dense:
     """The same where each row of the view belongs to one example."""
-    index = flat_rows(to_rows(positions(region, whole).view(region.shape), factor.axes)).to(factor.device)  # (R, m)
+    index = flat_rows(to_rows(positions(region, whole, factor.device).view(region.shape), factor.axes))  # (R, m)
     owners, rows = factor.owners, flat_rows(factor.rows)
-    owned = owners >= 0
+    owned = slice(None) if is_tracing() else owners >= 0  # what is traced has a layout, and every row an owner
     numel = torch.Size(whole.shape).numel()
     places = index[owned] + owners[owned, None] * numel
     out = rows.new_zeros(factor.batch * numel).index_add_(0, places.flatten(), rows[owned].flatten())

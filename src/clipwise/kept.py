@@ -19,12 +19,16 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
         for path, module in root.named_modules():
-            attributes = vars(module)
-            for name in attributes.keys() - _OWN:
-                value = attributes[name]
+            for name, value in own_attributes(module):
                 if type(value) not in _HOLDS_NO_TENSOR:
                     for tensor in tensors_in(value, _DEPTH):
                         yield (f"{path}.{name}" if path else name), tensor
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """Those that not every module has."""
+    attributes = vars(module)
+    return [(name, value) for name, value in attributes.items() if name not in _OWN]
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

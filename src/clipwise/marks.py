@@ -42,6 +42,10 @@ class Derived:
     roots: frozenset[int]  # ids of the parameters it depends on
 
 
+def serial_of(module: nn.Module) -> int:
+    return _serials.setdefault(module, next(_counter))
+
+
 class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
@@ -100,7 +104,7 @@ class Marks:
             self.parameters[id(parameter)] = parameter
             self.names[id(parameter)] = name
             self.owners[id(parameter)] = (path, module)
-            self.labels[id(parameter)] = (name, _serials.setdefault(module, next(_counter)))
+            self.labels[id(parameter)] = (name, serial_of(module))
             self._add_state(name, parameter)
 
     def _add_state(self, name: str, tensor: Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .tracing import is_tracing
+
 _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a written-out gradient is not worth its memory
 _WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
@@ -37,9 +39,19 @@ class MemoryBudget:
         return True
 
 
+_for_graphs: dict[torch.device, int] = {}
+
+
 def _free_on(device: torch.device | None) -> int:
+    """For graphs what was free when the first was traced: the same code must give the same graph again."""
     if device is None or device.type != "cuda":
         return _CPU_BUDGET
+    if is_tracing():
+        return _for_graphs.setdefault(device, _free_now(device))
+    return _free_now(device)
+
+
+def _free_now(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device)
     if allowed < 1:

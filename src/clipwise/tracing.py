@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 
 class NotTraceable(Exception):
@@ -20,6 +22,15 @@ _tracing: ContextVar[bool] = ContextVar("clipwise_tracing", default=False)
 
 def is_tracing() -> bool:
     return _tracing.get()
+
+
+def outside_graphs() -> AbstractContextManager[Any]:
+    """What is computed inside this block is none of the graph's business: its results are constants there."""
+    if not is_tracing():
+        return contextlib.nullcontext()
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
 
 
 @contextlib.contextmanager

@@ -32,22 +32,39 @@ def default_rows(plan: PrivacyPlan) -> int:
 class Leaves:
     """The tensors and numbers of a batch, flat, and which of them have one row an example.
 
-    A tensor counts as such if its first axis was as long as the draw in every batch so far, unless it was declared constant.
+    A tensor counts as such if its first axis was as long as the draw in every step so far, unless it was declared constant.
     """
 
     def __init__(self) -> None:
-        self._shared: set[tuple[Any, int]] = set()  # (structure, place) of tensors that have no rows
+        self._shared: set[tuple[str, int]] = set()  # (structure, place) of tensors that have no rows
 
     def flat(self, batch: Any, count: int) -> tuple[list[Any], Any, tuple[bool, ...]]:
         """(leaves, structure, which of them have rows)"""
         leaves, structure = pytree.tree_flatten(batch)
-        places = []
-        for place, leaf in enumerate(leaves):
-            has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count and not is_declared_constant(leaf)
-            if not has_rows:
-                self._shared.add((str(structure), place))
-            places.append(has_rows and (str(structure), place) not in self._shared)
-        return leaves, structure, tuple(places)
+        name = str(structure)
+        return (
+            leaves,
+            structure,
+            tuple(_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)),
+        )
+
+    def remember(self, leaves: Sequence[Any], structure: Any, count: int) -> None:
+        """A step was made with these."""
+        name = str(structure)
+        self._shared |= {(name, place) for place, leaf in enumerate(leaves) if not _may_have_rows(leaf, count)}
+
+
+def _may_have_rows(leaf: Any, count: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count and not is_declared_constant(leaf)
+
+
+def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
+    """The same shapes with numbers that nobody's record had a part in, where they are real numbers; integers (labels, tokens) stay."""
+    dice = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(leaf.shape, generator=dice).to(leaf) if is_one and leaf.is_floating_point() else leaf
+        for leaf, is_one in zip(leaves, has_rows)
+    ]
 
 
 def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,23 @@ from torch.utils import _pytree as pytree
 from ..clipping import Clipping
 from ..experience import experience_of
 from ..methods import Clipped
-from ..tape import as_modules
+from ..release import clip
+from ..tape import as_modules, capture
 from ..tracing import NotTraceable
 from .agreement import agree
-from .rows import Leaves, mask, part_of
-from .trace import Losses, State, trace
+from .rows import Leaves, made_up, mask, part_of
+from .surroundings import signature_of, surroundings
+from .trace import Losses, State, Traced, trace
 from .variant import Variant
 
 BACKENDS = ("inductor", "eager")
 _MOST_VARIANTS = 8  # shapes that get a graph of their own
 _PATIENCE = 8  # steps after which nothing is left to hope for, if no way through the model has been verified
 _ATTEMPTS = 3  # at tracing one shape: the first steps may not have verified enough
+_CHANGED = (
+    "its losses depend on something besides the model and its arguments (a number that changes from step to step, how many rows there are), "
+    "which a graph does not follow: pass it as a tensor."
+)
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,14 @@ class GraphSums:
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
         self.rows = rows
+        self.clipping = clipping
         self._model = model
         self._modules: list[nn.Module] = as_modules(model, "compile")
         self._losses_of = losses_of
-        self._clipping = clipping
         self._backend = backend
         self._leaves = Leaves()
         self._attempts: dict[Any, int] = {}
+        self._is_given_up = self._is_full = False
         self.variants: dict[Any, Variant] = {}
 
     def batch(self, given: Any, count: int) -> Batch:
@@ -72,47 +79,111 @@ class GraphSums:
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Batch(leaves, structure, has_rows, count, inputs)
 
-    def due(self, batch: Batch) -> tuple[Variant | None, bool]:
-        """The graph for batches of this shape, if there is one, and whether this step is to be made by it.
+    def remember(self, batch: Batch) -> None:
+        """A step was made with this batch."""
+        self._leaves.remember(batch.leaves, batch.structure, batch.count)
 
-        A graph that was made just now has yet to be compared with an eager step; and eager steps verify the model now and then.
-        """
+    def due(self, batch: Batch) -> Variant | None:
+        """The graph that this step is to be made by; None: by the tape. Eager steps verify the model now and then; then the graph is
+        looked at too: it must be what would be traced today."""
+        if self._is_given_up or not batch.count or not any(batch.has_rows):
+            return None
         experience = experience_of(self._modules)
-        looks_again = experience.will_look_again
-        variant, is_new = self._variant(batch)
-        by_graph = variant is not None and not is_new and not looks_again
-        experience.steps += by_graph
-        return variant, by_graph
-
-    def _variant(self, batch: Batch) -> tuple[Variant | None, bool]:
-        """The graph for batches of this shape, if there is one, and whether it was made just now."""
-        if not batch.count or not any(batch.has_rows):
-            return None, False
         state = State.of(self._modules)
         first = batch.part(0, min(self.rows, batch.count), self.rows)
-        trained = tuple(tensor.requires_grad for tensor in state.distinct())
-        key = (str(batch.structure), tuple(map(_signature, first)), batch.has_rows, trained, _surroundings(self._modules))
+        signatures = tuple(map(signature_of, first))
+        if None in signatures:
+            odd = type(first[signatures.index(None)]).__name__
+            self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
+            return None
+        key = (str(batch.structure), signatures, batch.has_rows, state.signature, surroundings(self._modules), repr(self.clipping))
         found = self.variants.get(key)
-        if found is not None and found.fits(state):
-            return found, False
-        experience = experience_of(self._modules)
-        is_early = experience.will_look_again or not (experience.layouts or experience.steps > _PATIENCE)
-        if is_early or self._attempts.get(key, 0) >= _ATTEMPTS or len(self._attempts) > _MOST_VARIANTS:
-            return None, False
-        return self._traced(key, state, first, batch), True
+        if found is not None and not found.fits(state):
+            found = None
+        if experience.will_look_again:
+            if found is not None:
+                self._look_again(key, found, state, first, batch)
+            return None
+        if found is None:
+            self._make(key, state, first, batch)
+            return None  # this step is made by the tape: it tells whether the losses are what the graph takes them for
+        experience.steps += 1
+        return found
 
-    def _traced(self, key: Any, state: State, first: list[Any], batch: Batch) -> Variant | None:
-        self._attempts[key] = self._attempts.get(key, 0) + 1
+    def _make(self, key: Any, state: State, first: list[Any], batch: Batch) -> None:
+        experience = experience_of(self._modules)
+        attempts = self._attempts.get(key, 0)
+        is_early = not (experience.layouts or experience.steps > _PATIENCE)
+        if is_early or attempts >= _ATTEMPTS:
+            return
+        if key not in self._attempts and len(self._attempts) >= _MOST_VARIANTS:
+            if not self._is_full:
+                self._is_full = True
+                _warn(
+                    f"{_MOST_VARIANTS} shapes of batches, or states of the model's modules, have been traced. Those are still compiled, others are not."
+                )
+            return
+        self._attempts[key] = attempts + 1
         try:
-            real = mask(self.rows, self.rows, first[batch.has_rows.index(True)].device)
-            traced = trace(self._model, state, self._losses_of, first, batch.structure, real, self._clipping)
-            self.variants[key] = Variant.of(traced, state, [*_tensors(first), real], self._backend)
+            with state.kept():
+                traced = self._traced(state, first, batch)
+                real = mask(self.rows, self.rows, first[batch.has_rows.index(True)].device)
+                variant = Variant.of(traced, state, [*_tensors(first), real], self._backend)
+                self._try_out(variant, first, batch)
+            self.variants[key] = variant
         except Exception as error:
             if not isinstance(error, NotTraceable) or self._attempts[key] == _ATTEMPTS:
                 self._attempts[key] = _ATTEMPTS
                 _warn(error if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}")
-            return None
-        return self.variants[key]
+
+    def _traced(self, state: State, first: list[Any], batch: Batch) -> Traced:
+        real = mask(self.rows, self.rows, first[batch.has_rows.index(True)].device)
+        return trace(self._model, state, self._losses_of, first, batch.structure, real, self.clipping)
+
+    def _try_out(self, variant: Variant, first: list[Any], batch: Batch) -> None:
+        """Hold the graph against the tape, on numbers that are nobody's: what is decided here must not depend on a record.
+
+        One row is left to be filled up, so that losses which depend on how many rows there are do not pass. A graph that draws random
+        numbers cannot be compared.
+        """
+        if variant.traced.is_random:
+            return
+        count = max(1, self.rows - 1)
+        leaves = made_up(first, batch.has_rows)
+        few = replace(batch, leaves=part_of(leaves, batch.has_rows, 0, count, count), count=count)
+        found = self.clipped(variant, few, 1.0)
+        experience = experience_of(self._modules)
+        steps, experience.steps = experience.steps, 2  # not a step on which the model is verified
+        try:
+            with capture(self._modules) as tape:
+                losses = self._losses_of(self._model, *few.arguments)
+            expected = clip(tape, losses, self.clipping, "bookkeep")
+        finally:
+            experience.steps = steps
+        if expected.weights.shape != found.weights.shape:
+            raise NotTraceable(f"its losses for {count} rows are not {count} numbers.")
+        pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
+        if not agree(pairs, variant.precision, count * self.clipping.sensitivity):
+            raise NotTraceable(f"the graph's clipped sums are not those of the tape: {_CHANGED}")
+
+    def _look_again(self, key: Any, variant: Variant, state: State, first: list[Any], batch: Batch) -> None:
+        """Trace once more, and give the graph up if it is another one by now. Data do not matter for that."""
+        try:
+            with state.kept():
+                again = self._traced(state, first, batch)
+            if variant.traced.is_same_as(again):
+                return
+            why: object = _CHANGED
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        del self.variants[key]
+        self.give_up(why)
+
+    def give_up(self, why: object) -> None:
+        """No graph from now on."""
+        self._is_given_up = True
+        self.variants = {}
+        _warn(why)
 
     def clipped(self, variant: Variant, batch: Batch, bound: float) -> Clipped:
         """The sums of a whole draw, part by part. `bound`: norms are measured in units of it."""
@@ -124,34 +195,14 @@ class GraphSums:
             if sums:
                 torch._foreach_add_(sums, found[:-2])
             else:
-                sums = found[:-2] if stop == batch.count else [total.clone() for total in found[:-2]]  # a replay writes over the last one
+                sums = found[:-2]
             weights.append(found[-2][: stop - start])
             finite.append(found[-1][: stop - start])
         return Clipped(dict(zip(variant.names, sums)), torch.cat(weights), torch.cat(finite))
 
-    def compare(self, variant: Variant, found: Clipped, expected: dict[str, Tensor], most: float) -> None:
-        """Give the graph up if its sums are not those of the eager step. `most`: examples times bound."""
-        if not agree([(total, expected[name]) for name, total in found.sums.items()], variant.precision, most):
-            self.variants = {key: other for key, other in self.variants.items() if other is not variant}
-            self._attempts = dict.fromkeys(self._attempts, _ATTEMPTS)
-            _warn(
-                "the graph's clipped sums are not those of the eager step. Its losses depend on something besides its arguments (a number that "
-                "changes from step to step, how many rows there are), which a graph does not follow: pass it as a tensor."
-            )
-
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _signature(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _surroundings(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """What else a forward pass depends on: modes of modules, autocast."""
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    return tuple(module.training for root in modules for module in root.modules()), *autocast
 
 
 def _warn(why: object) -> None:

@@ -20,12 +20,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..again import random_states_kept
 from ..clipping import Clipping
 from ..collect import collect_for_graph
-from ..marks import EXAMPLE
+from ..declared import is_declared_constant
 from ..methods.base import mean_weights
 from ..numerics import without_autocast
-from ..tape import Tape, capture
+from ..tape import capture
 from ..tracing import NotTraceable, tracing
 
 Losses = Callable[..., Tensor]
@@ -51,9 +52,28 @@ class State:
                         tensors.append(tensor)
         return cls(modules, places, tensors)
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return tuple((t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct())
+
     def distinct(self) -> list[Tensor]:
         """Every tensor once: tied weights are one input."""
         return list({id(tensor): tensor for tensor in self.tensors}.values())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Whatever a forward pass inside this block writes to buffers, or puts in their place, is undone."""
+        values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self.distinct() if not tensor.requires_grad]
+        try:
+            with random_states_kept():
+                yield
+        finally:
+            for (_, members, name), tensor in zip(self.places, self.tensors):
+                members[name] = tensor
+            with torch.no_grad():
+                for tensor, version, value in values:
+                    if tensor._version != version:
+                        tensor.copy_(value)
 
     @contextlib.contextmanager
     def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
@@ -68,6 +88,8 @@ class State:
                 module._flat_weights = [by_id.get(id(weight), weight) for weight in weights]
                 module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
             yield
+            if any(members.get(name) is not by_id[id(tensor)] for (_, members, name), tensor in zip(self.places, self.tensors)):
+                raise NotTraceable("its forward pass replaces parameters or buffers.")
         finally:
             for (_, members, name), tensor in zip(self.places, self.tensors):
                 members[name] = tensor
@@ -83,6 +105,11 @@ class Traced:
     names: list[str]
     is_random: bool
 
+    def is_same_as(self, other: Traced) -> bool:
+        """Whether both compute the same, whatever the data: a graph holds no numbers but those in its code and its constants."""
+        mine, others = _constants(self.graph), _constants(other.graph)
+        return self.names == other.names and self.graph.code == other.graph.code and all(a is b for a, b in zip(mine, others))
+
 
 def trace(
     model: Any, state: State, losses_of: Losses, leaves: Sequence[Any], structure: Any, mask: Tensor, clipping: Clipping
@@ -91,7 +118,6 @@ def trace(
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     count = len(state.distinct())
     names: list[str] = []
-    tapes: list[Tape] = []
 
     def clipped_sums(*inputs: Tensor) -> list[Tensor]:
         stand_ins = [
@@ -113,29 +139,47 @@ def trace(
                 real = torch.where(inputs[-2], losses.detach().double(), float("nan"))  # a row that is not real counts for nothing
                 weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
                 sums = gradients.weighted_sums(weights)
-        tapes.append(tape)
         names[:] = sums
         return [*sums.values(), mean_weights(weights), finite]
 
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
-    inputs = [*state.distinct(), *(leaves[place] for place in places), mask, inverse_square]
+    tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct()]  # the forward pass runs
+    inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
+    versions = [tensor._version for tensor in inputs]
     with tracing():
-        graph = make_fx(clipped_sums, tracing_mode="real")(*(tensor.detach() for tensor in inputs))
-    _check_constants(graph, tapes[-1])
+        graph = make_fx(clipped_sums, tracing_mode="real")(*inputs)
+    if [tensor._version for tensor in inputs] != versions:
+        raise NotTraceable("its forward pass writes to buffers or to the batch.")
+    _check_constants(graph)
+    dynamic = next((str(n.target) for n in graph.graph.nodes if torch.Tag.dynamic_output_shape in getattr(n.target, "tags", ())), None)
+    if dynamic is not None:
+        raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Traced(graph, names, any(_is_random(node) for node in graph.graph.nodes))
 
 
-def _check_constants(graph: GraphModule, tape: Tape) -> None:
-    """Example data may come in as an argument only: what is baked into a graph stays what it was."""
-    for node in graph.graph.find_nodes(op="get_attr"):
-        tensor = getattr(graph, node.target)
-        if isinstance(tensor, Tensor) and tensor.dim() and tape.marks.kind(tensor) == EXAMPLE:
+def _constants(graph: GraphModule) -> list[Tensor]:
+    return [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+
+
+def _check_constants(graph: GraphModule) -> None:
+    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps."""
+    for tensor in _constants(graph):
+        if not is_declared_constant(tensor):
             raise NotTraceable(
-                f"a tensor of shape {tuple(tensor.shape)} comes from outside: pass it to step() as an argument, or declare it with clipwise.constant(x)."
+                f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
+                "with clipwise.constant(x)."
             )
 
 
 def _is_random(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether it draws numbers. Fused attention and recurrent kernels do only where they drop something."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            return not (isinstance(given, int | float) and given == 0)
+    return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics import unit_roundoff
+from ..numerics import unit_roundoff, without_autocast
 from .recording import Recording
 from .rows import mask
 from .trace import State, Traced
@@ -19,8 +19,9 @@ Run = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Variant:
-    names: list[str]
-    is_random: bool
+    """Runs outside the caller's autocast: which precision each operation has was decided when it was traced."""
+
+    traced: Traced
     precision: torch.dtype  # the coarsest in which the graph computes
     _run: Run
     _state: list[Tensor]  # parameters and buffers when it was made
@@ -32,10 +33,15 @@ class Variant:
         device = batch_and_mask[-1].device
         tensors = state.distinct()
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
-        run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
-        if device.type == "cuda":
-            run = Recording(run, inputs, first=len(tensors))
-        return cls(traced.names, traced.is_random, _coarsest(traced), run, tensors, len(batch_and_mask[-1]), device)
+        with without_autocast():
+            run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
+            if device.type == "cuda":
+                run = Recording(run, inputs, first=len(tensors))
+        return cls(traced, _coarsest(traced), run, tensors, len(batch_and_mask[-1]), device)
+
+    @property
+    def names(self) -> list[str]:
+        return self.traced.names
 
     def fits(self, state: State) -> bool:
         """Whether the model still consists of the same tensors."""
@@ -43,17 +49,22 @@ class Variant:
         return len(now) == len(self._state) and all(a is b for a, b in zip(now, self._state))
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
-        """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch."""
+        """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. They are the caller's."""
         inverse_square = torch.tensor(bound**-2, dtype=torch.float64).to(self._device, non_blocking=True)
         real = mask(count, self._rows, self._device)
-        return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
+        with without_autocast():
+            found = list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
+        return [*torch._foreach_add(found[:-2], 0.0), *(vector.clone() for vector in found[-2:])]  # a replay writes over the last one
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
-    """By Inductor; where that fails (no compiler on this machine), the graph as it is, which spares the tape's work at least."""
+    """By Inductor; where that fails (no compiler on this machine), the graph as it is, which spares the tape's work at least.
+
+    Fused kernels round to bf16 where the graph says so: a norm and a sum that see different roundings are not of the same gradient.
+    """
     try:
         with torch.no_grad():
-            run: Run = torch._inductor.compile(traced.graph, list(inputs))
+            run: Run = torch._inductor.compile(traced.graph, list(inputs), options={"emulate_precision_casts": True})
             run(*inputs)
     except Exception as error:
         warnings.warn(

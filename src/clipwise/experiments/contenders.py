@@ -62,8 +62,8 @@ def _graphed() -> Sums:
         if not graphs:
             graphs.append(GraphSums(model, losses_of, CLIPPING, rows=len(x), backend="eager"))
         batch = graphs[0].batch((x, y), len(x))
-        variant, by_graph = graphs[0].due(batch)
-        return graphs[0].clipped(variant, batch, 1.0).sums if variant is not None and by_graph else eagerly(model, x, y)
+        variant = graphs[0].due(batch)
+        return graphs[0].clipped(variant, batch, 1.0).sums if variant is not None else eagerly(model, x, y)
 
     return sums
 

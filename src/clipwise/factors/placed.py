@@ -8,8 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..declared import constant
+from ..tracing import outside_graphs
 from .base import Factor, Grouping
 from .dense import Dense
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,20 @@ class Region:
 
 
 @lru_cache(maxsize=32)
-def positions(region: Region, whole: Storage) -> Tensor:
-    """Where each element of the region lies in the flattened whole. (numel of the region,)"""
-    numbers = torch.empty_strided(whole.shape, whole.stride, dtype=torch.long)
-    numbers.copy_(torch.arange(numbers.numel()).view(whole.shape))
-    return numbers.as_strided(region.shape, region.stride, region.offset).flatten()
+def positions(region: Region, whole: Storage, device: torch.device = _CPU) -> Tensor:
+    """Where each element of the region lies in the flattened whole: a constant, also of graphs. (numel of the region,)"""
+    with outside_graphs():
+        numbers = torch.empty_strided(whole.shape, whole.stride, dtype=torch.long)
+        numbers.copy_(torch.arange(numbers.numel()).view(whole.shape))
+        return constant(numbers.as_strided(region.shape, region.stride, region.offset).flatten().to(device))
 
 
 @lru_cache(maxsize=1024)
 def are_disjoint(regions: frozenset[Region], whole: Storage) -> bool:
     """Whether no element of the whole lies in two of the regions, or twice in one (an expanded view repeats its elements)."""
-    index = torch.cat([positions(region, whole) for region in regions])
-    return index.unique().numel() == index.numel()
+    with outside_graphs():
+        index = torch.cat([positions(region, whole) for region in regions])
+        return index.unique().numel() == index.numel()
 
 
 def is_injective(region: Region, whole: Storage) -> bool:
