@@ -11,8 +11,6 @@ gradients are exact too, only slower. Neither gives a wrong number.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +22,9 @@ from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
 from .kept import kept_from_earlier, kept_tensors
 from .structure import tensors_in
-from .weak import WeakTable
+from .weak import WeakTable, serial_of
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
-_serials: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # a module that takes another's place has another number
-_counter = itertools.count()
 _RANDOM = 3  # a constant that is drawn anew in every step
 
 
@@ -40,10 +36,6 @@ class Derived:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     roots: frozenset[int]  # ids of the parameters it depends on
-
-
-def serial_of(module: nn.Module) -> int:
-    return _serials.setdefault(module, next(_counter))
 
 
 class Marks:

@@ -1,12 +1,13 @@
-"""A table from tensors to values that keeps no tensor alive, and makes no cycle."""
+"""A table from tensors to values that keeps no tensor alive, and makes no cycle; and numbers of modules that keep none alive."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _V = TypeVar("_V")
 
@@ -54,3 +55,12 @@ class WeakTable(Generic[_V]):
             tensor = ref()
             if tensor is not None:
                 yield tensor, value
+
+
+_serials: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_counter = itertools.count()
+
+
+def serial_of(module: nn.Module) -> int:
+    """A number that no other module has, nor will have: one that takes another's place is told from it."""
+    return _serials.setdefault(module, next(_counter))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kept import own_attributes
-from ..marks import serial_of
+from ..weak import serial_of
 
 _PLAIN = (int, float, bool, str, type(None))
 _FEW = 64  # entries of a list that are looked at one by one
