@@ -51,6 +51,25 @@ def test_several_records_of_one_user():
     assert_exact(flat, users, loss=by_user, methods=ALL_METHODS)
 
 
+@pytest.mark.parametrize("numbers", [1, 7, 40])
+def test_rows_are_compared_a_few_at_a_time(numbers, monkeypatch):
+    """As where a device has little room; a row that mixes examples is found in whichever part it lies."""
+    monkeypatch.setattr("clipwise.separation.chunk_on", lambda device: numbers)
+    model = Net(lambda s, x: s.out(torch.tanh(s.a(x.transpose(0, 1)))).mean(0), a=nn.Linear(4, 3), out=nn.Linear(3, 2))
+    assert_exact(model, examples(5, 7, 4), methods=["bookkeep"])
+    for mixed in (0, 4):
+
+        def forward(net, x, mixed=mixed):
+            h = net.a(x)
+            return h + (torch.arange(len(x)) == mixed)[:, None] * h.roll(1, 0)
+
+        mixing = Net(forward, a=nn.Linear(4, 3)).double()
+        with cw.capture(mixing) as tape:
+            losses = squared_output(mixing(examples(5, 4)))
+        with pytest.raises(cw.MixedExamples):
+            cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
 def test_examples_along_two_axes():
     model = Net(lambda s, x: torch.tanh(s.a(x)), a=nn.Linear(4, 3))
     x = examples(6, 4)
