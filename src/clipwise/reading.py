@@ -15,6 +15,26 @@ from .layout import EvenGrouping, Layout, Table
 from .numerics import accumulation_dtype, unit_roundoff
 
 
+def _permutation(owners: Tensor) -> Tensor | None:
+    """The owners of as many rows as there are examples, each example's row once; None if some have several and others none that is known.
+
+    Rows that nobody was seen to own go to the examples that are left, in place where that is possible. A reading that said nothing of
+    most examples would hold whatever the model does with them.
+    """
+    known = owners[owners >= 0]
+    if len(known.unique()) < len(known):
+        return owners if len(known) == len(owners) else None
+    left = set(range(len(owners))) - set(known.tolist())
+    found = owners.clone()
+    for row in torch.nonzero(owners < 0)[:, 0].tolist():
+        if row in left:
+            found[row] = row
+            left.remove(row)
+    for row in torch.nonzero(found < 0)[:, 0].tolist():
+        found[row] = left.pop()
+    return found
+
+
 @dataclass(frozen=True)
 class Reading:
     """Who owns the rows of an axis of a given length. The taps say it for lengths other than the batch's.
@@ -43,7 +63,8 @@ class Reading:
                 tables[rows] = placement.table.cpu()
             elif rows != batch:
                 tables[rows] = EvenGrouping(rows, batch, placement.order).owners()
-        return cls(batch, {size: owners for size, owners in tables.items() if size != batch}, tables.get(batch))
+        others = {size: owners for size, owners in tables.items() if size != batch}
+        return cls(batch, others, _permutation(tables[batch]) if batch in tables else None)
 
     def with_declared(self, tensors: Iterable[Tensor]) -> Reading:
         """The caller's word goes before what the taps say."""
