@@ -24,40 +24,54 @@ from clipwise.machine import machine
 from report import write_results
 from wall_clock import CASES, DEVICE, WARM_UP, Case, losses_of, step
 
+Step = Callable[[Tensor, Tensor], Any]
+Way = Callable[[nn.Module, Case], Step | None]  # None: not to be had on this machine
 
-def private_way(model: nn.Module, case: Case, noise: str) -> Callable[[Tensor, Tensor], None]:
+
+def private_training(model: nn.Module, case: Case, noise: str = "fast") -> tuple[cw.PrivateTraining, torch.optim.Optimizer]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
     plan = cw.PrivacyPlan(
-        dataset_size=10**6, batch_size=128, steps=10**6, delta=1e-7, clipping=cw.flat(1.0), noise_multiplier=1.0, sampler="poisson"
+        dataset_size=10**6, batch_size=len(case.batch()[1]), steps=10**6, delta=1e-7, clipping=cw.flat(1.0), noise_multiplier=1.0
     )
-    ledger = tempfile.mkdtemp() + "/ledger"
-    private = cw.PrivateTraining(model, optimizer, plan, own_batches=True, noise=noise, ledger=ledger)
-
-    def run(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        private.loss(losses_of(model, x, y, case.bf16)).backward()
-        optimizer.step()
-
-    return run
+    return cw.PrivateTraining(model, optimizer, plan, own_batches=True, noise=noise, ledger=tempfile.mkdtemp() + "/ledger"), optimizer
 
 
-def plain_way(model: nn.Module, case: Case, method: str) -> Callable[[Tensor, Tensor], None]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
-    return lambda x, y: step(model, optimizer, method, x, y, case.bf16)
+def private_way(noise: str = "fast") -> Way:
+    def make(model: nn.Module, case: Case) -> Step:
+        private, optimizer = private_training(model, case, noise)
+
+        def run(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            private.loss(losses_of(model, x, y, case.bf16)).backward()
+            optimizer.step()
+
+        return run
+
+    return make
 
 
-def measure(case: Case, steps: int, noises: list[str]) -> dict[str, dict[str, float]]:
+def plain_way(method: str) -> Way:
+    def make(model: nn.Module, case: Case) -> Step:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+        return lambda x, y: step(model, optimizer, method, x, y, case.bf16)
+
+    return make
+
+
+ORDINARY = "ordinary"
+
+
+def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP) -> dict[str, dict[str, float]]:
+    """{way: {milliseconds, times_ordinary, memory_times_ordinary}}; ORDINARY is one of the ways."""
     first = case.build().to(DEVICE)
     size = sum(p.numel() * p.element_size() for p in first.parameters())
-    ways: dict[str, Callable[[Tensor, Tensor], None]] = {"ordinary": plain_way(first, case, "non-private")}
-    ways["clipped"] = plain_way(copy.deepcopy(first), case, "bookkeep")
-    for noise in noises:
-        ways[f"private, {noise} noise"] = private_way(copy.deepcopy(first), case, noise)
+    made = {name: make(first if name == ORDINARY else copy.deepcopy(first), case) for name, make in ways.items()}
+    runs = {name: run for name, run in made.items() if run is not None}
     x, y = (tensor.to(DEVICE) for tensor in case.batch())
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    added = dict.fromkeys(ways, 0)
-    for _ in range(WARM_UP + steps):
-        for name, run in ways.items():
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    added = dict.fromkeys(runs, 0)
+    for _ in range(warm_up + steps):
+        for name, run in runs.items():
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -68,30 +82,26 @@ def measure(case: Case, steps: int, noises: list[str]) -> dict[str, dict[str, fl
                 torch.cuda.synchronize()
                 added[name] = torch.cuda.max_memory_allocated() - before
             times[name].append(1e3 * (time.perf_counter() - start))
-    medians = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
+    medians = {name: statistics.median(values[warm_up:]) for name, values in times.items()}
     states = 4 * size  # weights, gradients, Adam's two moments
     found: dict[str, dict[str, float]] = {}
-    for name in ways:
-        found[name] = {"milliseconds": round(medians[name], 3), "times_ordinary": round(medians[name] / medians["ordinary"], 3)}
+    for name in runs:
+        found[name] = {"milliseconds": round(medians[name], 3), "times_ordinary": round(medians[name] / medians[ORDINARY], 3)}
         if DEVICE == "cuda":
-            found[name]["memory_times_ordinary"] = round((added[name] + states) / (added["ordinary"] + states), 3)
+            found[name]["memory_times_ordinary"] = round((added[name] + states) / (added[ORDINARY] + states), 3)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--noise", nargs="+", default=["fast"])
-    options = parser.parse_args()
+def measure_cases(title: str, names: list[str], measured: Callable[[Case], dict[str, dict[str, float]]]) -> None:
+    """Measure, print and write. Cases that this machine cannot run are left out, and named."""
     torch.backends.cuda.matmul.allow_tf32 = True
     results: dict[str, Any] = {"machine": machine(), "cases": {}}
     print(f"{'case':26s} {'way':22s} {'ms a step':>10s} {'x ordinary':>11s} {'memory':>7s}")
-    for name in options.cases:
+    for name in names:
         if CASES[name].large and DEVICE == "cpu":
             continue
         try:
-            results["cases"][name] = measure(CASES[name], options.steps, options.noise)
+            results["cases"][name] = measured(CASES[name])
         except ImportError as missing:
             print(f"{name:26s} left out: {missing}")
             continue
@@ -100,7 +110,18 @@ def main() -> None:
                   f"{row.get('memory_times_ordinary', float('nan')):7.2f}", flush=True)  # fmt: skip
         gc.collect()
         torch.cuda.empty_cache()
-    write_results("private_step", results)
+    write_results(title, results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--noise", nargs="+", default=["fast"])
+    options = parser.parse_args()
+    ways = {ORDINARY: plain_way("non-private"), "clipped": plain_way("bookkeep")}
+    ways |= {f"private, {noise} noise": private_way(noise) for noise in options.noise}
+    measure_cases("private_step", options.cases, lambda case: measure(case, ways, options.steps))
 
 
 if __name__ == "__main__":

@@ -218,6 +218,12 @@ def in_steady_state(model, x, *, losses_of=mean_loss, backend="eager", rows=16, 
     return step, private
 
 
+def begun(model, losses_of=mean_loss, *, rows=12, **options):
+    """A training of batches that the caller makes, and its compiled step."""
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True, **options)
+    return private.compile(losses_of, rows=rows, backend="eager"), private
+
+
 def sums_of(step, x, y):
     """What the graph finds for a batch."""
     (variant,) = step.graphs.variants.values()
@@ -415,8 +421,7 @@ def test_data_from_outside_the_arguments_is_not_baked_in():
     hidden = examples(12, 4)
     losses_of = lambda m, x, y: mean_loss(m, x + hidden, y)
     model = built(build)
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(20), own_batches=True)
-    step = private.compile(losses_of, rows=12, backend="eager")
+    step, private = begun(model, losses_of)
     with pytest.warns(UserWarning, match="pass it to step"):
         for _ in range(7):
             step(x.clone(), torch.arange(12) % 3)
@@ -439,8 +444,7 @@ def test_a_number_that_changes_is_noticed():
 def test_losses_that_depend_on_how_many_rows_there_are_are_noticed():
     build, _ = MODELS["mlp"]
     model = built(build)
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(20), own_batches=True)
-    step = private.compile(lambda m, x, y: 1e-3 * len(x) * mean_loss(m, x, y), rows=12, backend="eager")
+    step, _ = begun(model, lambda m, x, y: 1e-3 * len(x) * mean_loss(m, x, y))
     with pytest.warns(UserWarning, match="not compiled"):
         for _ in range(9):
             step(examples(9, 4), torch.arange(9) % 3)
@@ -491,8 +495,7 @@ def test_examples_that_come_in_by_another_door_are_not_baked_in(kind):
 
     if kind == "attribute":
         losses_of = mean_loss
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True, fallback=True)
-    step = private.compile(losses_of, rows=8, backend="eager")
+    step, _ = begun(model, losses_of, rows=8, fallback=True)
     with pytest.warns(UserWarning, match="not compiled"):
         for _ in range(20):
             if kind == "attribute":
@@ -585,8 +588,7 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("replaces", [False, True])
 def test_buffers_are_written_once_a_step(replaces):
     model = built(lambda: Counts(replaces))
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
-    step = private.compile(mean_loss, rows=8, backend="eager")
+    step, _ = begun(model, rows=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(12):
@@ -604,8 +606,7 @@ def test_whether_there_is_a_graph_does_not_depend_on_a_record():
 
 def test_a_first_tensor_without_rows():
     model = built(MODELS["mlp"][0])
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
-    step = private.compile(lambda m, anchors, x, y: mean_loss(m, x, y), rows=12, backend="eager")
+    step, _ = begun(model, lambda m, anchors, x, y: mean_loss(m, x, y))
     with pytest.warns(UserWarning, match="12 losses for a batch whose first tensor has 5 rows"):
         for _ in range(6):
             step(torch.zeros(5, 4), examples(12, 4), torch.arange(12) % 3)
@@ -614,8 +615,7 @@ def test_a_first_tensor_without_rows():
 
 def test_arguments_that_may_change_behind_their_name():
     model = built(MODELS["mlp"][0])
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
-    step = private.compile(lambda m, x, y, how: mean_loss(m, x, y), rows=12, backend="eager")
+    step, _ = begun(model, lambda m, x, y, how: mean_loss(m, x, y))
     with pytest.warns(UserWarning, match="of type object"):
         for _ in range(6):
             step(examples(12, 4), torch.arange(12) % 3, object())
@@ -626,13 +626,12 @@ def test_no_tape_stays_on():
     from clipwise.modes import stacked
 
     model = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(40), own_batches=True)
-    step = private.compile(mean_loss, rows=12, backend="eager")
+    step, _ = begun(model)
     with pytest.raises(cw.Refusal):
         step(examples(12, 4), torch.arange(12) % 3)
     assert not list(stacked())
     model = built(MODELS["mlp"][0])
-    step, private = in_steady_state(model, examples(9, 4))
+    step, _ = in_steady_state(model, examples(9, 4))
     model(examples(9, 4))  # an evaluation with gradients opens a block
     step(examples(9, 4), torch.arange(9) % 3)
     assert not list(stacked())

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .counts import check_count
 from .structure import every_tensor
 
 
@@ -22,8 +23,7 @@ def microbatches(batch: Any, size: int) -> Iterator[Any]:
                 private.loss(F.cross_entropy(model(x), y, reduction="none")).backward()
             optimizer.step(); optimizer.zero_grad()
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"the size of a microbatch must be a whole number of at least 1, got {size!r}")
+    check_count(size, "the size of a microbatch")
     rows = count_rows(batch)
     for start in range(0, max(rows, 1), size):
         yield _cut(batch, rows, lambda value: value[start : start + size])

@@ -66,7 +66,6 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
         return verified_gradients(tape, losses, first, way, nodes, keep_graph)
     gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
     _check_heard(tape, losses, heard)
-    gradients.is_known = True
     return gradients
 
 

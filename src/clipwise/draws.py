@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import WrongDraw
-from .footprints import is_plain
+from .footprints import storages
 from .sampling import Sampler
 from .structure import every_tensor
 
@@ -61,7 +61,7 @@ class Draws:
                 "an older loop over private.loader goes on while a newer one runs.", "One loop at a time: records must not be drawn twice."
             )
         draw = made.popleft()
-        draw.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in every_tensor(batch) if is_plain(tensor)]
+        draw.storages = storages(every_tensor(batch))
         self._waiting.append(draw)
 
     def steps_to_come(self) -> int:

@@ -35,6 +35,11 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_meta and type(tensor) is Tensor
 
 
+def storages(tensors: Iterable[Tensor]) -> list[StorageWeakRef]:
+    """The memory that these tensors lie in."""
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)]
+
+
 def footprints(tensors: Iterable[Tensor], rows: int, only_in: Sequence[StorageWeakRef] | None = None) -> list[Footprint]:
     """Of the tensors that have one row an example; with `only_in`, of those that lie in the memory of a batch."""
     found = []

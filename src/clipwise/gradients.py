@@ -60,7 +60,7 @@ class ExampleGradients:
     time, and written out.
     """
 
-    def __init__(self, tape: Tape, batch: int, device: torch.device):
+    def __init__(self, tape: Tape, batch: int, device: torch.device, *, is_known: bool = False):
         self.batch = batch
         self._marks = tape.marks
         self._watching = _watching(tape)
@@ -71,7 +71,7 @@ class ExampleGradients:
         self._sums: dict[int, FactorSum | PartSum] = {}
         self._pulled: _PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
-        self.is_known = False  # the way to the losses was verified before
+        self.is_known = is_known  # the way to the losses was verified before
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
         """Take over the gradient that reached one tap. grad: shape of the watched call's output."""

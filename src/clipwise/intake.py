@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .block import Block
 from .clipping import Clipping
@@ -14,7 +13,7 @@ from .collect import check_losses
 from .deferred import check_deferred
 from .draws import CallersDraws, Draw, Draws
 from .errors import LossIndependent, NothingClipped
-from .footprints import Footprint, check_new_rows, footprints, is_plain
+from .footprints import Footprint, check_new_rows, footprints, storages
 from .handout import handed_out
 from .marks import EXAMPLE
 from .methods import Clipped
@@ -74,7 +73,7 @@ class Intake:
 
     def rows_due(self, inputs: Sequence[Tensor]) -> int:
         """How many rows the draw that is due has, of a batch with these inputs."""
-        self.draws.check_memory(_storages(inputs))
+        self.draws.check_memory(set(storages(inputs)))
         if self.draws.current is not None:
             return self.draws.current.rows
         return next((len(tensor) for tensor in inputs if tensor.dim()), 0)
@@ -97,7 +96,7 @@ class Intake:
         ]
         rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
         if draw is not None:
-            self.draws.check_memory(_storages(tensors))
+            self.draws.check_memory(set(storages(tensors)))
             rows += footprints(tensors, len(losses), draw.storages)
         check_new_rows(rows, [*self.pending.rows, *self._recent])
         return rows
@@ -138,7 +137,3 @@ class Intake:
     @property
     def nonfinite(self) -> int:
         return sum(int((~handed.clipped.finite).sum()) for handed in self.pending.handed if handed.counts)
-
-
-def _storages(tensors: Sequence[Tensor]) -> set[StorageWeakRef]:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from .clipping import Clipping
 from .collect import collect
 from .handout import handed_out
-from .methods import METHODS, Clipped
+from .methods import METHODS, Clipped, bookkeep
 from .numerics import accumulation_dtype, without_autocast
 from .tape import Tape
 
@@ -61,6 +61,10 @@ def _check_tape(tape: Tape) -> None:
 def check_method(method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+
+
+def can_be_compiled(method: str) -> bool:
+    return METHODS[method] is bookkeep
 
 
 def clip(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped:

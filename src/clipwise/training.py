@@ -25,7 +25,7 @@ from .plan import PrivacyPlan
 from .progress import Progress
 from .randomness import Randomness, named
 from .regularizers import Regularizers
-from .release import check_method
+from .release import can_be_compiled, check_method
 from .sampling import Sampler
 from .tape import as_modules
 from .updates import Updates
@@ -78,7 +78,7 @@ class PrivateTraining:
         supersede(self._modules)
         self._regularizers = Regularizers(self._modules)
         self._updates = Updates(self._modules, optimizer, plan, self._randomness, scaler, accumulation_steps, self._before_step)
-        plan.clipping.groups(self._updates.names())  # a pattern that fits nothing is refused at once
+        plan.clipping.groups(list(self._updates.by_name()))  # a pattern that fits nothing is refused at once
         how = facts.of_training(plan, self._randomness.name, own_batches, method, self._updates.optimizers, self._updates.parameters())
         self._progress = Progress(plan, Ledger(plan, ledger, how), repeatable=self._randomness.name == "reproducible")
         self._draws = Draws(Sampler(plan, self._randomness), self._progress)
@@ -130,7 +130,7 @@ class PrivateTraining:
         from .compiled import CompiledStep
 
         self.check_open()
-        if self.method not in ("auto", "bookkeep"):
+        if not can_be_compiled(self.method):
             raise ValueError(f'a compiled step clips by method "bookkeep", this training by {self.method!r}')
         if self._updates.has_scaler:
             raise ValueError("a compiled step takes no GradScaler: train in bf16, which needs none, or by the eager loop")

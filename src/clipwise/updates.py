@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .adaptive import Adaptive
 from .clipping import Clipping
+from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
 from .noise import noised
 from .pending import Pending
@@ -33,13 +34,11 @@ class Updates:
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         if not self.optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers):
             raise TypeError(f"the second argument is a torch optimizer or a list of them, got {optimizer!r}")
-        if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {accumulation_steps!r}")
         self._modules = modules
         self._plan = plan
         self._randomness = randomness
         self._scaler = scaler
-        self._accumulation_steps = accumulation_steps
+        self._accumulation_steps = check_count(accumulation_steps, "accumulation_steps")
         self._witness = Witness(self.name_of)
         self._scales: list[Tensor] = []  # gradients with which private losses were back-propagated, not yet looked at
         for name, parameter in ((n, p) for module in modules for n, p in module.named_parameters()):
@@ -53,31 +52,29 @@ class Updates:
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
-        found = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
-        return list(found.values())
+        return list(self.by_name().values())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        several = len(self._modules) > 1
+        for number, module in enumerate(self._modules):
+            for name, parameter in module.named_parameters():
+                yield f"{number}.{name}" if several else name, parameter
 
     def by_name(self) -> dict[str, Tensor]:
-        """{name: parameter} of every one that is trainable now."""
-        several = len(self._modules) > 1
-        found: dict[str, Tensor] = {}
-        for number, module in enumerate(self._modules):
-            found |= {f"{number}.{name}" if several else name: p for name, p in module.named_parameters() if p.requires_grad}
-        return found
-
-    def names(self) -> list[str]:
-        return [self.name_of(parameter) for parameter in self.parameters()]
+        """{name: parameter} of every one that is trainable now, once."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, parameter in self._named():
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), (name, parameter))
+        return dict(found.values())
 
     @property
     def has_scaler(self) -> bool:
         return self._scaler is not None
 
     def name_of(self, parameter: Tensor) -> str:
-        several = len(self._modules) > 1
-        for number, module in enumerate(self._modules):
-            for name, candidate in module.named_parameters():
-                if candidate is parameter:
-                    return f"{number}.{name}" if several else name
-        return f"a parameter of shape {tuple(parameter.shape)}"
+        found = (name for name, candidate in self._named() if candidate is parameter)
+        return next(found, f"a parameter of shape {tuple(parameter.shape)}")
 
     def check_coverage(self) -> list[Tensor]:
         """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them."""

@@ -55,12 +55,12 @@ class CompiledStep:
     @property
     def _clipping(self) -> Clipping:
         """What the graph clips by. A bound that moves is an input of the graph, which then clips to one."""
-        clipping = self._training.clipping
-        return self._training.plan.clipping.at(1.0) if isinstance(self._training.plan.clipping, Adaptive) else clipping
+        planned = self._training.plan.clipping
+        return planned.at(1.0) if isinstance(planned, Adaptive) else self._training.clipping
 
     @property
     def _bound(self) -> float:
-        return self._training.clipping.sensitivity if isinstance(self._training.plan.clipping, Adaptive) else 1.0
+        return self._training.clipping.sensitivity / self._clipping.sensitivity
 
     def _eager_step(self, batch: Batch) -> None:
         self._intake.block.begin()  # the graph is traced from here on too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..clipping import Clipping
+from ..counts import check_count
 from ..experience import experience_of
 from ..methods import Clipped
 from ..release import clip
@@ -41,14 +43,23 @@ class Batch:
     structure: Any
     has_rows: tuple[bool, ...]
     count: int
+    rows: int  # of a part
     inputs: list[Tensor]  # those with one row an example, as they were given
 
     @property
     def arguments(self) -> Any:
         return pytree.tree_unflatten(self.leaves, self.structure)
 
-    def part(self, start: int, stop: int, rows: int) -> list[Any]:
-        return part_of(self.leaves, self.has_rows, start, stop, rows)
+    @cached_property
+    def parts(self) -> list[tuple[list[Any], int]]:
+        """(leaves of `rows` rows, how many of these are real), one after the other."""
+        bounds = [(start, min(start + self.rows, self.count)) for start in range(0, self.count, self.rows)]
+        return [(part_of(self.leaves, self.has_rows, start, stop, self.rows), stop - start) for start, stop in bounds]
+
+    @property
+    def whole_mask(self) -> Tensor:
+        """Of a part of which every row is real."""
+        return mask(self.rows, self.rows, self.leaves[self.has_rows.index(True)].device)
 
 
 class GraphSums:
@@ -57,9 +68,7 @@ class GraphSums:
     def __init__(self, model: Any, losses_of: Losses, clipping: Clipping, *, rows: int, backend: str):
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ValueError(f"rows must be a whole number of at least 1, got {rows!r}")
-        self.rows = rows
+        self.rows = check_count(rows, "rows")
         self.clipping = clipping
         self._model = model
         self._modules: list[nn.Module] = as_modules(model, "compile")
@@ -77,7 +86,7 @@ class GraphSums:
         home = next((parameter.device for module in self._modules for parameter in module.parameters()), torch.device("cpu"))
         if home.type != "cpu":
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Batch(leaves, structure, has_rows, count, inputs)
+        return Batch(leaves, structure, has_rows, count, self.rows, inputs)
 
     def remember(self, batch: Batch) -> None:
         """A step was made with this batch."""
@@ -90,7 +99,7 @@ class GraphSums:
             return None
         experience = experience_of(self._modules)
         state = State.of(self._modules)
-        first = batch.part(0, min(self.rows, batch.count), self.rows)
+        first, _ = batch.parts[0]
         signatures = tuple(map(signature_of, first))
         if None in signatures:
             odd = type(first[signatures.index(None)]).__name__
@@ -102,15 +111,15 @@ class GraphSums:
             found = None
         if experience.will_look_again:
             if found is not None:
-                self._look_again(key, found, state, first, batch)
+                self._look_again(found, state, batch)
             return None
         if found is None:
-            self._make(key, state, first, batch)
+            self._make(key, state, batch)
             return None  # this step is made by the tape: it tells whether the losses are what the graph takes them for
         experience.steps += 1
         return found
 
-    def _make(self, key: Any, state: State, first: list[Any], batch: Batch) -> None:
+    def _make(self, key: Any, state: State, batch: Batch) -> None:
         experience = experience_of(self._modules)
         attempts = self._attempts.get(key, 0)
         is_early = not (experience.layouts or experience.steps > _PATIENCE)
@@ -126,21 +135,19 @@ class GraphSums:
         self._attempts[key] = attempts + 1
         try:
             with state.kept():
-                traced = self._traced(state, first, batch)
-                real = mask(self.rows, self.rows, first[batch.has_rows.index(True)].device)
-                variant = Variant.of(traced, state, [*_tensors(first), real], self._backend)
-                self._try_out(variant, first, batch)
+                first, _ = batch.parts[0]
+                variant = Variant.of(self._traced(state, batch), state, [*_tensors(first), batch.whole_mask], self._backend)
+                self._try_out(variant, batch)
             self.variants[key] = variant
         except Exception as error:
             if not isinstance(error, NotTraceable) or self._attempts[key] == _ATTEMPTS:
                 self._attempts[key] = _ATTEMPTS
                 _warn(error if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}")
 
-    def _traced(self, state: State, first: list[Any], batch: Batch) -> Traced:
-        real = mask(self.rows, self.rows, first[batch.has_rows.index(True)].device)
-        return trace(self._model, state, self._losses_of, first, batch.structure, real, self.clipping)
+    def _traced(self, state: State, batch: Batch) -> Traced:
+        return trace(self._model, state, self._losses_of, batch.parts[0][0], batch.structure, batch.whole_mask, self.clipping)
 
-    def _try_out(self, variant: Variant, first: list[Any], batch: Batch) -> None:
+    def _try_out(self, variant: Variant, batch: Batch) -> None:
         """Hold the graph against the tape, on numbers that are nobody's: what is decided here must not depend on a record.
 
         One row is left to be filled up, so that losses which depend on how many rows there are do not pass. A graph that draws random
@@ -149,7 +156,7 @@ class GraphSums:
         if variant.traced.is_random:
             return
         count = max(1, self.rows - 1)
-        leaves = made_up(first, batch.has_rows)
+        leaves = made_up(batch.parts[0][0], batch.has_rows)
         few = replace(batch, leaves=part_of(leaves, batch.has_rows, 0, count, count), count=count)
         found = self.clipped(variant, few, 1.0)
         experience = experience_of(self._modules)
@@ -166,17 +173,16 @@ class GraphSums:
         if not agree(pairs, variant.precision, count * self.clipping.sensitivity):
             raise NotTraceable(f"the graph's clipped sums are not those of the tape: {_CHANGED}")
 
-    def _look_again(self, key: Any, variant: Variant, state: State, first: list[Any], batch: Batch) -> None:
+    def _look_again(self, variant: Variant, state: State, batch: Batch) -> None:
         """Trace once more, and give the graph up if it is another one by now. Data do not matter for that."""
         try:
             with state.kept():
-                again = self._traced(state, first, batch)
+                again = self._traced(state, batch)
             if variant.traced.is_same_as(again):
                 return
             why: object = _CHANGED
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-        del self.variants[key]
         self.give_up(why)
 
     def give_up(self, why: object) -> None:
@@ -189,15 +195,14 @@ class GraphSums:
         """The sums of a whole draw, part by part. `bound`: norms are measured in units of it."""
         sums: list[Tensor] = []
         weights, finite = [], []
-        for start in range(0, batch.count, self.rows):
-            stop = min(start + self.rows, batch.count)
-            found = variant.run(_tensors(batch.part(start, stop, self.rows)), stop - start, bound)
+        for leaves, count in batch.parts:
+            found = variant.run(_tensors(leaves), count, bound)
             if sums:
                 torch._foreach_add_(sums, found[:-2])
             else:
                 sums = found[:-2]
-            weights.append(found[-2][: stop - start])
-            finite.append(found[-1][: stop - start])
+            weights.append(found[-2][:count])
+            finite.append(found[-1][:count])
         return Clipped(dict(zip(variant.names, sums)), torch.cat(weights), torch.cat(finite))
 
 

@@ -37,10 +37,10 @@ def _of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | tuple) and len(value) <= _FEW:
+        return tuple([_value(item) for item in value])
     if isinstance(value, nn.Parameter | weakref.ref):
         return None  # part of the model's state, which is compared by itself
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, list | tuple) and len(value) <= _FEW:
-        return tuple(_value(item) for item in value)
-    return value if type(value) in _PLAIN else id(value)
+    return (id(value), value._version) if isinstance(value, Tensor) else id(value)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class State:
     """Parameters and buffers of some modules: what a graph takes as its first inputs."""
 
     modules: Sequence[nn.Module]
-    places: list[tuple[nn.Module, dict[str, Any], str]]  # (owner, its _parameters or _buffers, name there)
-    tensors: list[Tensor]
+    places: list[tuple[dict[str, Any], str]]  # (a module's _parameters or _buffers, name there)
+    tensors: list[Tensor]  # at each of them
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> State:
@@ -48,28 +49,33 @@ class State:
             for members in (module._parameters, module._buffers):
                 for name, tensor in members.items():
                     if tensor is not None:
-                        places.append((module, members, name))
+                        places.append((members, name))
                         tensors.append(tensor)
         return cls(modules, places, tensors)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return tuple((t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct())
+        return tuple((t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct)
 
+    @cached_property
     def distinct(self) -> list[Tensor]:
         """Every tensor once: tied weights are one input."""
         return list({id(tensor): tensor for tensor in self.tensors}.values())
 
+    def _put(self, tensors: Iterable[Tensor]) -> None:
+        """Let the modules hold these, one for each place."""
+        for (members, name), tensor in zip(self.places, tensors):
+            members[name] = tensor
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Whatever a forward pass inside this block writes to buffers, or puts in their place, is undone."""
-        values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self.distinct() if not tensor.requires_grad]
+        values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self.distinct if not tensor.requires_grad]
         try:
             with random_states_kept():
                 yield
         finally:
-            for (_, members, name), tensor in zip(self.places, self.tensors):
-                members[name] = tensor
+            self._put(self.tensors)
             with torch.no_grad():
                 for tensor, version, value in values:
                     if tensor._version != version:
@@ -78,21 +84,20 @@ class State:
     @contextlib.contextmanager
     def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Inside this block the modules hold these tensors in place of `distinct()`."""
-        by_id = dict(zip((id(tensor) for tensor in self.distinct()), stand_ins))
+        by_id = dict(zip(map(id, self.distinct), stand_ins))
+        in_place = [by_id[id(tensor)] for tensor in self.tensors]
         recurrent = [module for root in self.modules for module in root.modules() if isinstance(module, nn.RNNBase)]
         lists = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
         try:
-            for (_, members, name), tensor in zip(self.places, self.tensors):
-                members[name] = by_id[id(tensor)]
+            self._put(in_place)
             for module, weights, _ in lists:  # they keep lists of their weights, and would copy all of them if one were another
                 module._flat_weights = [by_id.get(id(weight), weight) for weight in weights]
                 module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
             yield
-            if any(members.get(name) is not by_id[id(tensor)] for (_, members, name), tensor in zip(self.places, self.tensors)):
+            if any(members.get(name) is not tensor for (members, name), tensor in zip(self.places, in_place)):
                 raise NotTraceable("its forward pass replaces parameters or buffers.")
         finally:
-            for (_, members, name), tensor in zip(self.places, self.tensors):
-                members[name] = tensor
+            self._put(self.tensors)
             for module, weights, references in lists:
                 module._flat_weights, module._flat_weight_refs = weights, references
 
@@ -116,13 +121,12 @@ def trace(
 ) -> Traced:  # fmt: skip
     """Trace the clipped sums of a batch of this shape. Raises NotTraceable, or whatever the model raises."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    count = len(state.distinct())
+    count = len(state.distinct)
     names: list[str] = []
 
     def clipped_sums(*inputs: Tensor) -> list[Tensor]:
         stand_ins = [
-            given.detach().requires_grad_(True) if tensor.requires_grad else given
-            for given, tensor in zip(inputs[:count], state.distinct())
+            given.detach().requires_grad_(True) if tensor.requires_grad else given for given, tensor in zip(inputs[:count], state.distinct)
         ]
         batch = list(leaves)
         for place, tensor in zip(places, inputs[count:-2]):
@@ -143,7 +147,7 @@ def trace(
         return [*sums.values(), mean_weights(weights), finite]
 
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
-    tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct()]  # the forward pass runs
+    tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
     inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
     versions = [tensor._version for tensor in inputs]
     with tracing():

@@ -31,7 +31,7 @@ class Variant:
     @classmethod
     def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str) -> Variant:
         device = batch_and_mask[-1].device
-        tensors = state.distinct()
+        tensors = state.distinct
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
             run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
@@ -45,8 +45,7 @@ class Variant:
 
     def fits(self, state: State) -> bool:
         """Whether the model still consists of the same tensors."""
-        now = state.distinct()
-        return len(now) == len(self._state) and all(a is b for a, b in zip(now, self._state))
+        return len(state.distinct) == len(self._state) and all(a is b for a, b in zip(state.distinct, self._state))
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. They are the caller's."""

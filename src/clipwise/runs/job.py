@@ -11,7 +11,7 @@ from ..data import NAMES as DATA
 from ..errors import BadPlan
 from ..hints import did_you_mean
 from ..models.zoo import NAMES as MODELS
-from ..release import check_method
+from ..release import can_be_compiled, check_method
 
 OPTIMIZERS = ("sgd", "adam", "adam-bc")
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -53,7 +53,7 @@ class TrainJob:
             if value not in choices:
                 raise BadPlan(f"there is no {what} {value!r}.", did_you_mean(value, choices, f"Choose one of {', '.join(choices)}."))
         check_method(self.method)
-        if self.compile and self.method not in ("auto", "bookkeep"):
+        if self.compile and not can_be_compiled(self.method):
             raise BadPlan(f"a compiled step clips by bookkeep, not by {self.method}.", "Leave out --compile, or --method.")
 
     def changed(self, values: dict[str, Any]) -> TrainJob:
