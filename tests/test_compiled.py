@@ -88,6 +88,7 @@ MODELS = {
     "sequence": (lambda: Net(lambda s, x: s.b(s.n(torch.tanh(s.a(x)))).mean(1), a=nn.Linear(4, 6), n=nn.LayerNorm(6), b=nn.Linear(6, 3)), (5, 4)),
     "lstm": (lambda: Net(lambda s, x: s.b(s.a(x)[0][:, -1]), a=nn.LSTM(4, 5, batch_first=True), b=nn.Linear(5, 3)), (6, 4)),
     "gru": (lambda: Net(lambda s, x: s.b(s.a(x)[0][:, -1]), a=nn.GRU(4, 5, batch_first=True), b=nn.Linear(5, 3)), (6, 4)),
+    "rnn": (lambda: Net(lambda s, x: s.b(s.a(x)[0][:, -1]), a=nn.RNN(4, 5, bias=False, batch_first=True), b=nn.Linear(5, 3)), (6, 4)),
     "attention": (
         lambda: Net(
             lambda s, x: s.b(s.a(x, x, x, need_weights=False)[0]).mean(1), a=nn.MultiheadAttention(4, 2, batch_first=True), b=nn.Linear(4, 3)

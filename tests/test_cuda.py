@@ -204,7 +204,7 @@ def test_a_stale_gradient_is_refused():
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "sequence"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "gru", "rnn", "sequence"])
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_steps_give_the_numbers_of_eager_ones(name, backend):
     from test_compiled import MODELS, RECORDS, built, train
@@ -233,3 +233,14 @@ def test_a_replay_draws_new_dropout_and_follows_parameters_that_move():
         for a, b in zip(sums_of(step, x, y)[0], expected_sums(model, x, y)):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
     step(x.cpu(), y.cpu())  # batches on the host go where the model is
+
+
+def test_a_hundred_layers_in_tf32_are_not_taken_for_mixing():
+    """Atomic sums in the backward pass of the pools and convolutions, rounded to TF32 by every layer on the way."""
+    torch.manual_seed(0)
+    model = cw.models.resnet(101).cuda()
+    for _ in range(4):
+        x, y = torch.randn(20, 3, 64, 64, device="cuda"), torch.arange(20, device="cuda") % 10
+        with cw.capture(model) as tape:
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        cw.clipped_loss(tape, losses, cw.flat(1.0))

@@ -19,6 +19,7 @@ from clipwise.factors import (
     Squares,
     finish,
     inner,
+    known,
     row_squares_together,
     sum_of,
 )
@@ -238,6 +239,19 @@ def test_norms_of_many_matrices_together():
     assert row_squares_together([grad, grad.double()]) is None  # two precisions
     assert row_squares_together([torch.zeros(2, 2**16)]) is None  # not worth copying
     assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad])).all()
+
+
+def test_norms_with_and_without_a_drift_are_finished_together():
+    value, mass = torch.randn(5).double(), torch.rand(5).double()
+    measured = [
+        Squares(value, 2.0),
+        Squares(value, 3.0, mass, 0.25),
+        known(value.abs()),
+        Squares(value.abs(), 1.0, mass, 4.0, is_square=True),
+    ]
+    expected = [2 * value**2, 3 * value**2 + mass**2 / 4, value.abs(), value.abs() + 4 * mass**2]
+    for found, wanted, alone in zip(finish(measured), expected, measured):
+        assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.in_place(), wanted, rtol=1e-14)
 
 
 def test_norms_are_finished_on_the_host_whatever_the_default_device():

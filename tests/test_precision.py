@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
+from clipwise.numerics import product_roundoff
 from clipwise.testing import loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, examples
 
@@ -129,3 +130,24 @@ def test_autocast_around_the_release_changes_nothing(method):
     (norms, sums), (norms_inside, sums_inside) = found
     assert torch.equal(norms, norms_inside)
     assert all(torch.equal(sums[name], sums_inside[name]) for name in sums)
+
+
+@pytest.mark.parametrize("matmul, conv, for_products, for_convolutions", [
+    ("ieee", "tf32", 2**-24, 2**-11), ("ieee", "ieee", 2**-24, 2**-24), ("tf32", "ieee", 2**-11, 2**-11),
+])  # fmt: skip
+def test_tf32_may_be_switched_for_each_kind_of_operation(matmul, conv, for_products, for_convolutions):
+    """`allow_tf32` raises where convolutions and recurrent layers were set apart."""
+    backends = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend, precision in zip(backends, (matmul, conv)):
+            backend.fp32_precision = precision
+        torch.backends.cudnn.rnn.fp32_precision, rnn = "ieee", torch.backends.cudnn.rnn.fp32_precision
+        gpu = torch.device("cuda")
+        assert product_roundoff(torch.float32, gpu) == for_products
+        assert product_roundoff(torch.float32, gpu, convolution=True) == for_convolutions
+        assert product_roundoff(torch.float32, torch.device("cpu"), convolution=True) == 2**-24
+    finally:
+        torch.backends.cudnn.rnn.fp32_precision = rnn
+        for backend, precision in zip(backends, before):
+            backend.fp32_precision = precision

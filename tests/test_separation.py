@@ -359,3 +359,31 @@ def test_float16_is_not_verified_on_every_step(monkeypatch):
             losses = model(torch.randn(8, 4).half()).float().square().sum(1) * 1e-4
         cw.clipped_gradients(tape, losses, cw.flat(1e-3))
     assert len(verified) <= 6  # steps 1, 2, 4, 8, 16, and what the first ones left open
+
+
+def test_kernels_repeat_themselves_while_a_model_is_verified():
+    """On a GPU atomic sums differ from pass to pass; the user's own choice is back afterwards, also after a refusal."""
+    seen = []
+    linear = nn.Linear(3, 2).double()
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch.backends.cudnn.deterministic)
+            return grad
+
+    for _ in range(5):
+        with cw.capture(linear) as tape:
+            losses = Looking.apply(linear(examples(4, 3))).square().sum(1)
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+    assert seen[:2] == [True, True] and seen[-1] is False
+    with cw.capture(linear) as tape:
+        output = linear(examples(4, 3))
+        losses = (output - output.mean(0)).square().sum(1)
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_loss(tape, losses, cw.flat(1.0))
+    assert torch.backends.cudnn.deterministic is False

@@ -1,4 +1,4 @@
-"""Running a model or a torch call once more: on a copy of its state, with the same random draws, leaving nothing changed."""
+"""Running a model or a torch call once more: on a copy of its state, with the same random draws and kernels, leaving nothing changed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def random_states_kept() -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """Runs of the same shapes add in the same order: cuDNN leaves out what adds in the order in which threads arrive.
+
+    Differences in the last bit become differences in the eleventh where the next layer rounds to TF32, and a hundred layers make
+    per cents of them.
+    """
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 def same_draws() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .again import repeatable_kernels
 from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints
 from .errors import LossIndependent, LossShape
 from .factors import Dense
@@ -61,9 +62,10 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     known = _known_layouts(tape, losses, way)
     if tape.experience.is_time_to_look_again() or known is None:
         nodes = check_coverage(losses, tape.marks)
-        first = listen(tape, losses)
-        _check_heard(tape, losses, [heard.record for heard in first])
-        return verified_gradients(tape, losses, first, way, nodes, keep_graph)
+        with repeatable_kernels():
+            first = listen(tape, losses)
+            _check_heard(tape, losses, [heard.record for heard in first])
+            return verified_gradients(tape, losses, first, way, nodes, keep_graph)
     gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
     _check_heard(tape, losses, heard)
     return gradients

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,15 @@ def product_roundoff(dtype: torch.dtype, device: torch.device, *, convolution: b
 
     For matrix products it is off by default, for convolutions by cuDNN it is on.
     """
-    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolution and torch.backends.cudnn.allow_tf32)
-    return 2.0**-11 if tf32 and dtype == torch.float32 and device.type == "cuda" else unit_roundoff(dtype)
+    tf32 = dtype == torch.float32 and device.type == "cuda" and rounds_to_tf32(by_cudnn=convolution)
+    return 2.0**-11 if tf32 else unit_roundoff(dtype)
+
+
+def rounds_to_tf32(*, by_cudnn: bool) -> bool:
+    """Whether matrix products, or what cuDNN computes, may round float32 on a GPU. (`allow_tf32` raises where both were set apart.)"""
+    cudnn: Any = torch.backends.cudnn
+    asked = [torch.backends.cuda.matmul, *((cudnn.conv, cudnn.rnn) if by_cudnn else ())]
+    return any(backend.fp32_precision == "tf32" for backend in asked)
 
 
 def flat_rows(rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kept import own_attributes
+from ..numerics import rounds_to_tf32
 from ..weak import serial_of
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -24,10 +25,10 @@ def signature_of(leaf: Any) -> Any:
 
 
 def surroundings(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Modules, their modes, hooks and numbers, the tensors they keep, and autocast."""
+    """Modules, their modes, hooks and numbers, the tensors they keep, autocast and TF32."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     found = [_of(module) for root in modules for module in root.modules()]
-    return tuple(found), *autocast
+    return tuple(found), *autocast, rounds_to_tf32(by_cudnn=False), rounds_to_tf32(by_cudnn=True)
 
 
 def _of(module: nn.Module) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics import unit_roundoff, without_autocast
+from ..numerics import rounds_to_tf32, unit_roundoff, without_autocast
 from .recording import Recording
 from .rows import mask
 from .trace import State, Traced
@@ -37,7 +37,7 @@ class Variant:
             run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
             if device.type == "cuda":
                 run = Recording(run, inputs, first=len(tensors))
-        return cls(traced, _coarsest(traced), run, tensors, len(batch_and_mask[-1]), device)
+        return cls(traced, _coarsest(traced, device), run, tensors, len(batch_and_mask[-1]), device)
 
     @property
     def names(self) -> list[str]:
@@ -78,8 +78,12 @@ def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
     return without_gradients
 
 
-def _coarsest(traced: Traced) -> torch.dtype:
+def _coarsest(traced: Traced, device: torch.device) -> torch.dtype:
+    """TF32 has the digits of float16."""
     found = {torch.float64}
+    by_cudnn = any("convolution" in str(node.target) or "cudnn" in str(node.target) for node in traced.graph.graph.nodes)
+    if device.type == "cuda" and rounds_to_tf32(by_cudnn=by_cudnn):
+        found.add(torch.float16)
     for node in traced.graph.graph.nodes:
         value = node.meta.get("val", node.meta.get("tensor_meta"))
         dtype = getattr(value, "dtype", None)

@@ -51,15 +51,17 @@ def finish(measured: Sequence[Squares]) -> list[Tensor]:
     """The squared norms of each, where its vectors lie if that is the host, else copied there together; in a graph where they lie."""
     if is_tracing():
         return [squares.in_place() for squares in measured]
-    masses = {place: squares.mass for place, squares in enumerate(measured) if squares.mass is not None}
-    vectors = _on_host([*(squares.value for squares in measured), *masses.values()])
-    values = torch.stack(vectors[: len(measured)])  # (P, B)
-    squares = torch.where(_column([float(s.is_square) for s in measured]) > 0, values, values.square())
-    total = squares * _column([s.factor for s in measured])
+    order = sorted(range(len(measured)), key=lambda place: measured[place].mass is None)  # those with a mass first
+    ordered = [measured[place] for place in order]
+    masses = [squares.mass for squares in ordered if squares.mass is not None]
+    vectors = _on_host([*(squares.value for squares in ordered), *masses])
+    values = torch.stack(vectors[: len(ordered)])  # (P, B)
+    squares = torch.where(_column([float(s.is_square) for s in ordered]) > 0, values, values.square())
+    total = squares * _column([s.factor for s in ordered])
     if masses:
-        column = _column([measured[place].mass_factor for place in masses])
-        total.index_add_(0, torch.tensor(list(masses), device="cpu"), torch.stack(vectors[len(measured) :]).square() * column)
-    return list(total.unbind(0))
+        total[: len(masses)] += torch.stack(vectors[len(ordered) :]).square() * _column([s.mass_factor for s in ordered[: len(masses)]])
+    found = dict(zip(order, total.unbind(0)))
+    return [found[place] for place in range(len(measured))]
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

@@ -28,12 +28,13 @@ from ..functions import trait_of
 from ..marks import CONSTANT, TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
 from ..taps import Deposit, Keep, Record, Slot
+from ..tracing import is_tracing
 from .timeline import Packed, Padded, Timeline
 
 if TYPE_CHECKING:
     from ..watch import Watch
 
-_KERNELS: list[Callable[..., Any]] = [torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu]
+_KERNELS: list[Callable[..., Any]] = [torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru]  # in cuDNN's order
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ class _Layer:
             given = tuple(state) if self.kernel is torch.lstm else state[0]
             args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
             with _without_advice() if u.is_cuda else contextlib.nullcontext():
-                outputs = self.kernel(*args)
+                if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
+                    outputs = _cudnn(self.kernel, u, state, tensors, self.timeline.batch_first)
+                else:
+                    outputs = self.kernel(*args)
         self.watch.tape.hidden_dtypes.add(outputs[0].dtype)  # under autocast cuDNN computes in float16, whatever was asked for
         self.watch.note(self.kernel, trait_of(self.kernel), args, {}, outputs)
         return outputs
@@ -145,6 +149,17 @@ class _Layer:
         bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
         reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
         return previous, reset, w_hh
+
+
+def _cudnn(kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
+    """The same kernel by cuDNN's own name. On the way there the stock call looks for one storage of all weights, and graphs hold no storages."""
+    hidden, *memory = state
+    mode, width = _KERNELS.index(kernel), weights[1].shape[1]
+    shape = (mode, width, 0, 1, batch_first)  # no projection, one layer
+    output, *final = torch._cudnn_rnn(
+        u, weights, len(weights), None, hidden, memory[0] if memory else None, *shape, 0.0, True, False, [], None
+    )
+    return (output, *final[: len(state)])
 
 
 @contextlib.contextmanager
