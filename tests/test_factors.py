@@ -20,6 +20,7 @@ from clipwise.factors import (
     finish,
     inner,
     known,
+    products_of_columns,
     row_squares_together,
     sum_of,
 )
@@ -239,6 +240,13 @@ def test_norms_of_many_matrices_together():
     assert row_squares_together([grad, grad.double()]) is None  # two precisions
     assert row_squares_together([torch.zeros(2, 2**16)]) is None  # not worth copying
     assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad])).all()
+
+
+def test_products_of_columns():
+    columns = random(3, 5)  # two products of two, one column alone
+    expected = [2 * columns[:, 0] * columns[:, 3], 3 * columns[:, 1] * columns[:, 4], 4 * columns[:, 2]]
+    for found, wanted in zip(products_of_columns(columns.clone(), [2.0, 3.0, 4.0]), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
 
 
 def test_norms_with_and_without_a_drift_are_finished_together():

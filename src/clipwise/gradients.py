@@ -159,7 +159,9 @@ class ExampleGradients:
         }
         if is_tracing() or len(parts) < 2:
             parts = {}
-        together = row_squares_together([matrix for matrices, _ in parts.values() for matrix in matrices]) if parts else None  # (B, K)
+        parts = dict(sorted(parts.items(), key=lambda part: -len(part[1][0])))  # products of two come first
+        matrices = [side[0] for side, _ in parts.values()] + [side[1] for side, _ in parts.values() if len(side) == 2]
+        together = row_squares_together(matrices) if parts else None  # (B, K)
         alone = {
             key: total.measures(self._budget, second_pass=second_pass)
             for key, total in self._sums.items()
@@ -169,7 +171,7 @@ class ExampleGradients:
             alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._budget).items()}
         norms = _added_up(alone)
         if together is not None:
-            norms |= dict(zip(parts, products_of_columns(together.cpu(), [(len(matrices), by) for matrices, by in parts.values()])))
+            norms |= dict(zip(parts, products_of_columns(together.cpu(), [factor for _, factor in parts.values()])))
         return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
 
     def masses(self) -> dict[str, Tensor]:

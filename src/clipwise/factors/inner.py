@@ -26,7 +26,7 @@ def inner(a: Factor, b: Factor) -> Tensor:
         return _rows_rows(a, b)
     if isinstance(a, Rows) and isinstance(b, Outer):
         a, b = b, a
-    if isinstance(a, Outer) and isinstance(b, Rows) and a.left.shape[1] == 1 and a.left.shape[3] == b.shape[0]:
+    if isinstance(a, Outer) and isinstance(b, Rows) and a.blocks == 1 and a.left.shape[3] == b.shape[0]:
         return _outer_rows(a, b)
     if isinstance(a, Dense) and isinstance(b, Rows):
         a, b = b, a
@@ -41,7 +41,7 @@ def inner_products_are_cheap(factors: list[Factor]) -> bool:
     if not all(isinstance(factor, kinds) for factor in factors):
         return False
     matrices = [factor for factor in factors if not isinstance(factor, Rows)]
-    return len(matrices) == len(factors) or all(isinstance(m, Outer) and m.left.shape[1] == 1 for m in matrices)
+    return len(matrices) == len(factors) or all(isinstance(m, Outer) and m.blocks == 1 for m in matrices)
 
 
 def inner_roundoff(factors: list[Factor]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -23,25 +25,38 @@ class Outer(Factor):
             raise ValueError(
                 f"Outer needs two tensors that agree in all axes but the last, got {tuple(left.shape)} and {tuple(right.shape)}"
             )
-        batch, blocks = left.shape[0], left.shape[1] if groups else 1
-        terms = left.shape[1 + groups : -1].numel()
-        self.left = to_accumulate(left).reshape(batch, blocks, terms, left.shape[-1])  # (B, G, T, p)
-        self.right = to_accumulate(right).reshape(batch, blocks, terms, right.shape[-1])  # (B, G, T, d)
-        if self.left.dtype != self.right.dtype:
-            common = torch.promote_types(self.left.dtype, self.right.dtype)
-            self.left, self.right = self.left.to(common), self.right.to(common)
+        self.batch, self.blocks = left.shape[0], left.shape[1] if groups else 1
+        self.terms = left.shape[1 + groups : -1].numel()
+        self._sides = to_accumulate(left), to_accumulate(right)
+        if self._sides[0].dtype != self._sides[1].dtype:
+            common = torch.promote_types(self._sides[0].dtype, self._sides[1].dtype)
+            self._sides = self._sides[0].to(common), self._sides[1].to(common)
         default = (left.shape[-1], right.shape[-1])
-        self.shape = torch.Size(shape if shape is not None else ((blocks, *default) if groups else default))
-        self.batch = batch
+        self.shape = torch.Size(shape if shape is not None else ((self.blocks, *default) if groups else default))
+
+    @cached_property
+    def left(self) -> Tensor:
+        """(B, G, T, p)"""
+        side = self._sides[0].reshape(self.batch, self.blocks, self.terms, self._sides[0].shape[-1])
+        self._sides = (side, self._sides[1])  # a copy takes its place
+        return side
+
+    @cached_property
+    def right(self) -> Tensor:
+        """(B, G, T, d)"""
+        side = self._sides[1].reshape(self.batch, self.blocks, self.terms, self._sides[1].shape[-1])
+        self._sides = (self._sides[0], side)  # a copy takes its place
+        return side
 
     def dense(self) -> Tensor:
         return torch.matmul(self.left.mT, self.right).reshape(self.batch, *self.shape)
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact = in_working_precision(weights, self.dtype)
-        left, right = scale_rows(self.left, exact, clean=clean), self.right if clean else drop_rows(self.right, exact)
+        left, right = self._sides if self.blocks == 1 else (self.left, self.right)
+        left, right = scale_rows(left, exact, clean=clean), right if clean else drop_rows(right, exact)
         if self.blocks == 1:
-            total = left.flatten(0, 2).t() @ right.flatten(0, 2)
+            total = left.flatten(0, -2).t() @ right.flatten(0, -2)
             return total if total.shape == self.shape else total.view(self.shape)
         left, right = (side.transpose(0, 1).flatten(1, 2) for side in (left, right))  # (G, B·T, ·)
         return torch.bmm(left.mT, right).view(self.shape)
@@ -53,8 +68,8 @@ class Outer(Factor):
 
     def single_term_squares(self) -> Squares:
         """‖left‖²·‖right‖², where no example has more than one term in a block."""
-        if self.left.shape[1:3] == (1, 1):
-            return Squares(row_norms(self.left) * row_norms(self.right))
+        if (self.blocks, self.terms) == (1, 1):
+            return Squares(row_norms(self._sides[0]) * row_norms(self._sides[1]))
         return known(self.term_norms().square().flatten(1).sum(1))
 
     def mass(self) -> Tensor:
@@ -87,20 +102,12 @@ class Outer(Factor):
 
     @property
     def _block(self) -> tuple[int, int, int]:
-        return self.left.shape[1], self.left.shape[3], self.right.shape[3]
-
-    @property
-    def terms(self) -> int:
-        return self.left.shape[2]
-
-    @property
-    def blocks(self) -> int:
-        return self.left.shape[1]
+        return self.blocks, self._sides[0].shape[-1], self._sides[1].shape[-1]
 
     @property
     def widths(self) -> int:
         """p + d, the lengths of the two vectors whose products a gram needs."""
-        return self.left.shape[3] + self.right.shape[3]
+        return self._sides[0].shape[-1] + self._sides[1].shape[-1]
 
     @property
     def dense_flops(self) -> int:
@@ -108,4 +115,4 @@ class Outer(Factor):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.left, self.right
+        return self._sides

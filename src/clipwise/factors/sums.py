@@ -117,7 +117,7 @@ class FactorSum:
             return [factor.grad], 1.0 if second_pass is None else added
         if isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1):
             self.way = "product"
-            return [factor.left, factor.right], added
+            return list(factor.tensors), added
         return None
 
     def forget_terms(self) -> None:

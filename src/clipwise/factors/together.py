@@ -45,18 +45,15 @@ def _indicator(lengths: tuple[int, ...], places: tuple[int, ...], device: torch.
     return stretches[:, list(places)].to(device)
 
 
-def products_of_columns(columns: Tensor, groups: Sequence[tuple[int, float]]) -> Sequence[Tensor]:
-    """For each (n, factor), factor times the product of the next n = 1 or 2 columns. columns: (B, K) → (B,) each"""
-    first, second, factors = _pairs(tuple(groups))
-    padded = torch.cat([columns, columns.new_ones(len(columns), 1)], 1)
-    return (padded[:, first] * padded[:, second] * factors).unbind(1)
+def products_of_columns(columns: Tensor, factors: Sequence[float]) -> Sequence[Tensor]:
+    """For each factor, factor times its column; the columns beyond those multiply the first ones. columns: (B, K) → (B,) each. In place."""
+    count = len(factors)
+    found = columns[:, :count]
+    if columns.shape[1] > count:
+        found[:, : columns.shape[1] - count].mul_(columns[:, count:])
+    return found.mul_(_row(tuple(factors))).unbind(1)
 
 
 @lru_cache(maxsize=64)
-def _pairs(groups: tuple[tuple[int, float], ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Which columns are multiplied (the last, of ones, where there is no second), and with what."""
-    starts = [sum(n for n, _ in groups[:k]) for k in range(len(groups))]
-    ones = sum(n for n, _ in groups)
-    second = [start + 1 if n == 2 else ones for start, (n, _) in zip(starts, groups)]
-    factors = torch.tensor([factor for _, factor in groups], dtype=torch.float64, device="cpu")
-    return torch.tensor(starts, device="cpu"), torch.tensor(second, device="cpu"), factors
+def _row(factors: tuple[float, ...]) -> Tensor:
+    return torch.tensor(factors, dtype=torch.float64, device="cpu")
