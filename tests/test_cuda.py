@@ -215,6 +215,43 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name, backend):
     found, step, _ = train(built(build).cuda(), x, rows=10, backend=backend, steps=9)
     (variant,) = step.graphs.variants.values()
     assert type(variant._run).__name__ == "Recording" and float((found - expected).norm()) <= 1e-8 * float(expected.norm())
+    assert step._recorded[0]._found, "noise and optimizer are part of the graph"
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "groups", "fused"])
+@pytest.mark.filterwarnings("ignore")
+def test_recorded_optimizers_give_the_numbers_of_eager_ones(name):
+    """With a learning rate that moves, in draws that take several rounds."""
+    from test_compiled import RECORDS, built, train
+    from test_recorded import MLP, OPTIMIZERS
+
+    optimizer = OPTIMIZERS.get(name, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
+    schedulers = {}
+    after = lambda one: schedulers.setdefault(id(one), torch.optim.lr_scheduler.StepLR(one, 4, 0.5)).step()
+    x = examples(RECORDS, 4).cuda()
+    expected, _, _ = train(built(MLP).cuda(), x, compiled=False, steps=14, optimizer=optimizer, after=after)
+    found, step, _ = train(built(MLP).cuda(), x, rows=7, steps=14, optimizer=optimizer, after=after)
+    assert step._recorded[0]._found and float((found - expected).norm()) <= 1e-6 * float(expected.norm())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_noise_of_a_replay_is_new_every_time_and_of_the_right_size():
+    from test_compiled import plan_for
+
+    model = nn.Linear(100, 100).cuda()
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), plan_for(40), own_batches=True)
+    step = private.compile(lambda model, x: model(x).sum(1) * 1e-9, rows=12, backend="eager")
+    moves = []
+    for _ in range(15):
+        torch.cuda.manual_seed(0)
+        before = model.weight.detach().clone()
+        step(torch.randn(12, 100, device="cuda"))
+        moves.append((model.weight.detach() - before).flatten().double())
+    assert step._recorded[0]._found
+    size = 0.3 / 12
+    assert all(abs(float(move.std()) / size - 1) < 0.03 for move in moves)
+    assert all(abs(float((a * b).mean())) < 6 * size**2 / 100 for i, a in enumerate(moves) for b in moves[:i])
+    private.close()
 
 
 @pytest.mark.filterwarnings("ignore")

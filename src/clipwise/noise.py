@@ -13,7 +13,7 @@ _CHUNK = 2**24  # numbers that are drawn at once: few kernels for many small par
 
 
 def noised(
-    sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float, divisor: float,
+    sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float | Tensor, divisor: float,
     randomness: Randomness, purpose: str, step: int,
 ) -> list[Tensor]:  # fmt: skip
     """For each parameter sum/divisor + (deviation/divisor)·N(0, I), added in float64 and rounded once to the parameter's type.
@@ -22,10 +22,10 @@ def noised(
     """
     found: list[Tensor] = list(parameters)
     with torch.no_grad():
-        for number, places in enumerate(_chunks(parameters)):
+        for places, chunk_purpose in zip(_chunks(parameters), purposes(parameters, purpose)):
             device = parameters[places[0]].device
             sizes = [parameters[place].numel() for place in places]
-            normals = randomness.gaussians(sum(sizes), f"{purpose} {number}", step, device).mul_(deviation / divisor)
+            normals = randomness.gaussians(sum(sizes), chunk_purpose, step, device).mul_(deviation / divisor)
             parts = [noise.view(parameters[place].shape) for place, noise in zip(places, normals.split(sizes))]
             summed = [(noise, total) for place, noise in zip(places, parts) if (total := sums[place]) is not None]
             if summed:
@@ -35,6 +35,11 @@ def noised(
             for place, gradient in zip(places, gradients):
                 found[place] = gradient
     return found
+
+
+def purposes(parameters: Sequence[Tensor], purpose: str) -> list[str]:
+    """What the draws of `noised` are for: one for each chunk of parameters."""
+    return [f"{purpose} {number}" for number, _ in enumerate(_chunks(parameters))]
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[int]]:

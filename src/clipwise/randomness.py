@@ -45,12 +45,16 @@ class Fast:
 
     name: str = "fast"
 
+    def seed(self, purpose: str, step: int) -> int:
+        """For a generator on a GPU, which uses all of it."""
+        return secrets.randbits(63)
+
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return fresh_generator(device)
 
     def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor:
         """(count,) in float64"""
-        return _gaussians(count, fresh_generator(device), device)
+        return gaussians_from(fresh_generator(device), count, device)
 
 
 @dataclass(frozen=True)
@@ -89,15 +93,18 @@ class Secure:
 class Reproducible:
     """The same draws and the same noise whenever the seed is the same."""
 
-    seed: int
+    number: int
     name: str = "reproducible"
 
+    def seed(self, purpose: str, step: int) -> int:
+        digest = hashlib.sha256(f"{self.number} {purpose} {step}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed} {purpose} {step}".encode()).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.Generator(device).manual_seed(self.seed(purpose, step))
 
     def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor:
-        return _gaussians(count, self.generator(purpose, step, device), device)
+        return gaussians_from(self.generator(purpose, step, device), count, device)
 
 
 def reproducible(seed: int) -> Randomness:
@@ -126,7 +133,7 @@ def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     return generator
 
 
-def _gaussians(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+def gaussians_from(generator: torch.Generator, count: int, device: torch.device) -> Tensor:
     """(count,) in float64. On a CPU by blocks that stay in its cache, which is faster than torch.randn."""
     if device.type != "cpu":
         return torch.randn(count, generator=generator, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)

@@ -20,6 +20,10 @@ class Regularizers:
         self._penalties: list[Callable[[], Tensor]] = []
         self.gradients: dict[int, Tensor] = {}  # by id of the parameter
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._penalties
+
     def add(self, penalty: Callable[[], Tensor]) -> None:
         if not callable(penalty):
             raise TypeError("a regularizer is a function without arguments that returns a scalar: lambda: 1e-4 * model.w.square().sum()")

@@ -28,7 +28,7 @@ from .regularizers import Regularizers
 from .release import can_be_compiled, check_method
 from .sampling import Sampler
 from .tape import as_modules
-from .updates import Updates
+from .updates import Release, Updates
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
@@ -142,7 +142,11 @@ class PrivateTraining:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """The hook of optimizer.step(): everything is checked, then counted, then released."""
+        """The hook of optimizer.step()."""
+        self.take_step(number, optimizer, self._updates.release)
+
+    def take_step(self, number: int, optimizer: torch.optim.Optimizer, release: Release) -> None:
+        """Everything is checked, then counted, then released."""
         pending, draws = self._intake.pending, self._intake.draws
         if (number in pending.stepped or not pending.handed) and self._updates.is_still_under_way(number):
             return
@@ -157,7 +161,7 @@ class PrivateTraining:
             self._updates.check()
             self._regularizers.evaluate()
             self._progress.count(draws.current)
-        self._updates.release(number, optimizer, pending.sums, self._regularizers.gradients, self.clipping.sensitivity, self.position)
+        release(number, optimizer, pending.sums, self._regularizers.gradients, self.clipping.sensitivity, self.position)
         pending.stepped.add(number)
         if len(pending.stepped) == len(self._updates.optimizers):
             self._finish_step()
@@ -174,6 +178,10 @@ class PrivateTraining:
         It sees no examples, so it costs nothing and gets no noise; one that does is refused at the step.
         """
         self._regularizers.add(penalty)
+
+    @property
+    def has_regularizers(self) -> bool:
+        return not self._regularizers.is_empty
 
     def discard(self, *, draw: bool = False) -> None:
         """Forget the losses since the last step, after an exception say; with draw=True also the draw they were for. Clear p.grad yourself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from .witness import Witness
 _SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
 
 BeforeStep = Callable[[int, torch.optim.Optimizer], None]
+Release = Callable[[int, torch.optim.Optimizer, Mapping[int, Tensor], Mapping[int, Tensor], float, int], None]
 
 
 class Updates:
@@ -35,8 +37,8 @@ class Updates:
         if not self.optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers):
             raise TypeError(f"the second argument is a torch optimizer or a list of them, got {optimizer!r}")
         self._modules = modules
-        self._plan = plan
-        self._randomness = randomness
+        self.plan = plan
+        self.randomness = randomness
         self._scaler = scaler
         self._accumulation_steps = check_count(accumulation_steps, "accumulation_steps")
         self._witness = Witness(self.name_of)
@@ -48,7 +50,8 @@ class Updates:
                 )
         self._released: dict[int, list[tuple[Any, Any, int, int]]] = {}
         self.check_coverage()
-        self._handles = [one.register_step_pre_hook(_hook(number, before_step)) for number, one in enumerate(self.optimizers)]
+        self._is_unwatched = False
+        self._handles = [one.register_step_pre_hook(self._hook(number, before_step)) for number, one in enumerate(self.optimizers)]
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
@@ -137,10 +140,10 @@ class Updates:
     ) -> None:  # fmt: skip
         """Put (Σ clip(g_i) + noise)/B̄ into p.grad of everything this optimizer updates, whether or not the losses reached it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        deviation = self._plan.clipping.noise_of_sums(self._plan.noise_multiplier) * sensitivity
+        deviation = self.deviation(sensitivity)
         found = noised(
-            [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self._plan.batch_size,
-            randomness=self._randomness, purpose=f"noise {number}", step=step,
+            [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self.plan.batch_size,
+            randomness=self.randomness, purpose=f"noise {number}", step=step,
         )  # fmt: skip
         for parameter, grad in zip(parameters, found):
             penalty = penalties.get(id(parameter))
@@ -153,9 +156,22 @@ class Updates:
                 if not parameter.requires_grad:
                     parameter.grad = None
             if "noise_variance" in group:
-                group["noise_variance"] = (deviation / self._plan.batch_size) ** 2
+                group["noise_variance"] = (deviation / self.plan.batch_size) ** 2
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer would divide by the scale inside its kernel
             optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def deviation(self, sensitivity: float) -> float:
+        """Of the noise that is added to the clipped sums."""
+        return self.plan.clipping.noise_of_sums(self.plan.noise_multiplier) * sensitivity
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """The optimizers' steps inside this block are ours: their gradients are noised already."""
+        self._is_unwatched = True
+        try:
+            yield
+        finally:
+            self._is_unwatched = False
 
     def is_still_under_way(self, number: int) -> bool:
         """Whether the release lies untouched and no weight has moved since: an optimizer that calls its parent's step() asks twice."""
@@ -174,10 +190,10 @@ class Updates:
 
     def moved_bound(self, clipping: Adaptive, bound: float, pending: Pending, step: int) -> Clipping:
         """The clipping of the next step, from the noised count of examples that lay within the bound."""
-        noise = float(self._randomness.gaussians(1, "count", step, torch.device("cpu")))
+        noise = float(self.randomness.gaussians(1, "count", step, torch.device("cpu")))
         centred = sum(handed.centred_count() for handed in pending.handed if handed.counts)
-        noised_count = centred + clipping.noise_of_count(self._plan.noise_multiplier) * noise
-        return clipping.at(clipping.moved(bound, noised_count / self._plan.batch_size + 0.5))
+        noised_count = centred + clipping.noise_of_count(self.plan.noise_multiplier) * noise
+        return clipping.at(clipping.moved(bound, noised_count / self.plan.batch_size + 0.5))
 
     def forget(self) -> None:
         """A new step begins."""
@@ -189,14 +205,17 @@ class Updates:
             handle.remove()
         self._handles = []
 
+    def _hook(self, number: int, before_step: BeforeStep) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        weak = weakref.ref(self)
 
-def _hook(number: int, before_step: BeforeStep) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(callable(value) and value is not optimizer for value in (*args, *kwargs.values())):
-            raise NothingClipped(
-                "step() was given a closure: what it computes would be neither clipped nor counted.",
-                "Compute losses and backward() before step(); optimizers that need closures (LBFGS) cannot train privately.",
-            )
-        before_step(number, optimizer)
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if any(callable(value) and value is not optimizer for value in (*args, *kwargs.values())):
+                raise NothingClipped(
+                    "step() was given a closure: what it computes would be neither clipped nor counted.",
+                    "Compute losses and backward() before step(); optimizers that need closures (LBFGS) cannot train privately.",
+                )
+            updates = weak()
+            if updates is None or not updates._is_unwatched:
+                before_step(number, optimizer)
 
-    return hook
+        return hook

@@ -1,4 +1,4 @@
-"""A function recorded as a CUDA graph: the processor starts all its kernels by one call."""
+"""Work recorded as a CUDA graph: the processor starts all its kernels by one call."""
 
 from __future__ import annotations
 
@@ -7,22 +7,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+DEVICES = {"cuda"}  # where graphs can be recorded
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
 
 
+def captured(run: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+    """What `run` starts on the GPU, to be started by calling the result. Nothing is computed yet.
+
+    `generators`: those that it draws from, besides the device's own. What other threads do meanwhile (loaders pin memory) is their business.
+    """
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
 class Recording:
-    """run(*tensors), replayed. The first tensors are read where they lie (and must lie there still), the others are copied in.
+    """run(*tensors), replayed. The first tensors are read where they lie (and must lie there still), the others are copied in, the last
+    ones only where they are not those of the call before: nobody may write to them.
 
     What it returns is written over by the next call.
     """
 
-    def __init__(self, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], *, first: int):
+    def __init__(self, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], *, first: int, last: int):
         self._run = run
-        self._first = first
+        self._first, self._last = first, len(inputs) - last
         self._record(inputs)
 
     def _record(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = [*inputs[: self._first], *(tensor.clone() for tensor in inputs[self._first :])]
+        self._steady = list(inputs[self._last :])
         self._places = [tensor.data_ptr() for tensor in inputs[: self._first]]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -30,14 +46,19 @@ class Recording:
             for _ in range(_WARM_UP):
                 self._run(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = list(self._run(*self._inputs))
+        self._replay = captured(self._note_outputs)
+
+    def _note_outputs(self) -> None:
+        self._outputs = list(self._run(*self._inputs))
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         if [tensor.data_ptr() for tensor in inputs[: self._first]] != self._places:
             self._record(inputs)
-        for mine, given in zip(self._inputs[self._first :], inputs[self._first :]):
+        for mine, given in zip(self._inputs[self._first : self._last], inputs[self._first : self._last]):
             mine.copy_(given, non_blocking=True)
-        self._graph.replay()
+        for place, (mine, given) in enumerate(zip(self._inputs[self._last :], inputs[self._last :])):
+            if given is not self._steady[place]:
+                mine.copy_(given, non_blocking=True)
+                self._steady[place] = given
+        self._replay()
         return self._outputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def _filled(part: Tensor, rows: int) -> Tensor:
     return torch.cat([part, part[:1].expand(rows - len(part), *part.shape[1:])])
 
 
+@lru_cache(maxsize=64)
 def mask(count: int, rows: int, device: torch.device) -> Tensor:
-    """(rows,), true for the first `count`."""
+    """(rows,), true for the first `count`. Nobody writes to it."""
     return torch.arange(rows, device=device) < count

@@ -10,6 +10,7 @@ from ..structure import every_tensor
 from .rows import default_rows
 from .sums import Batch, GraphSums
 from .trace import Losses
+from .update import RecordedUpdate
 
 if TYPE_CHECKING:
     from ..intake import Intake
@@ -32,6 +33,7 @@ class CompiledStep:
         self._updates = updates
         self._losses_of = losses_of
         rows = default_rows(training.plan) if rows is None else rows
+        self._recorded = [RecordedUpdate(number, updates) for number in range(len(updates.optimizers))]
         self.graphs = GraphSums(training.model, losses_of, self._clipping, rows=rows, backend=backend)
 
     def __call__(self, *given: Any) -> None:
@@ -47,9 +49,12 @@ class CompiledStep:
             clipped = self.graphs.clipped(variant, batch, self._bound)
             parameters = self._updates.by_name()
             self._intake.hand_in(clipped, [parameters[name] for name in variant.names], batch.inputs)
-        for optimizer in self._updates.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        for number, (optimizer, update) in enumerate(zip(self._updates.optimizers, self._recorded)):
+            if variant is not None and not self._training.has_regularizers and update.is_ready(self._intake.pending.sums):
+                self._training.take_step(number, optimizer, update.release)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
         self.graphs.remember(batch)
 
     @property

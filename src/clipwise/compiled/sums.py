@@ -192,18 +192,23 @@ class GraphSums:
         _warn(why)
 
     def clipped(self, variant: Variant, batch: Batch, bound: float) -> Clipped:
-        """The sums of a whole draw, part by part. `bound`: norms are measured in units of it."""
-        sums: list[Tensor] = []
+        """The sums of a whole draw, part by part, where the graph leaves them: the next run writes over them.
+
+        `bound`: norms are measured in units of it.
+        """
+        totals: list[Tensor] = []
         weights, finite = [], []
         for leaves, count in batch.parts:
-            found = variant.run(_tensors(leaves), count, bound)
-            if sums:
-                torch._foreach_add_(sums, found[:-2])
-            else:
-                sums = found[:-2]
-            weights.append(found[-2][:count])
-            finite.append(found[-1][:count])
-        return Clipped(dict(zip(variant.names, sums)), torch.cat(weights), torch.cat(finite))
+            *sums, scale, good = variant.run(_tensors(leaves), count, bound)
+            weights.append(scale[:count])
+            finite.append(good[:count])
+            if len(batch.parts) > 1:
+                totals = list(torch._foreach_add(sums, totals or 0.0))  # of its own: two outputs of a graph may be one tensor
+                weights[-1], finite[-1] = weights[-1].clone(), finite[-1].clone()
+        if totals:
+            torch._foreach_copy_(sums, totals)
+        both = (vectors[0] if len(vectors) == 1 else torch.cat(vectors) for vectors in (weights, finite))
+        return Clipped(dict(zip(variant.names, sums)), *both)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..numerics import rounds_to_tf32, unit_roundoff, without_autocast
-from .recording import Recording
+from .recording import DEVICES, Recording
 from .rows import mask
 from .trace import State, Traced
 
@@ -35,8 +36,8 @@ class Variant:
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
             run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
-            if device.type == "cuda":
-                run = Recording(run, inputs, first=len(tensors))
+            if device.type in DEVICES:
+                run = Recording(run, inputs, first=len(tensors), last=2)
         return cls(traced, _coarsest(traced, device), run, tensors, len(batch_and_mask[-1]), device)
 
     @property
@@ -48,12 +49,15 @@ class Variant:
         return len(state.distinct) == len(self._state) and all(a is b for a, b in zip(state.distinct, self._state))
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
-        """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. They are the caller's."""
-        inverse_square = torch.tensor(bound**-2, dtype=torch.float64).to(self._device, non_blocking=True)
-        real = mask(count, self._rows, self._device)
+        """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
+        real, inverse_square = mask(count, self._rows, self._device), _number(bound**-2, self._device)
         with without_autocast():
-            found = list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
-        return [*torch._foreach_add(found[:-2], 0.0), *(vector.clone() for vector in found[-2:])]  # a replay writes over the last one
+            return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
+
+
+@lru_cache(maxsize=16)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:

@@ -1,0 +1,206 @@
+"""Noise and the optimizer's step as one CUDA graph: what is left of a step once its clipped sums are there and were counted.
+
+    p ← step(p, (sums + N(0, σ²)) / B̄)
+
+The sums are read where the first graph leaves them. Between the two graphs everything is checked and the ledger counts, as before an
+eager step; the noise comes from generators of this graph alone, seeded anew before every replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import optimizer as torch_optimizer
+
+from ..noise import noised, purposes
+from ..randomness import Fast, Reproducible, gaussians_from
+from ..tracing import NotTraceable
+from ..updates import Updates
+from .recording import DEVICES, captured
+
+_KNOWN = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
+_RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
+_MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
+_ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
+
+
+class _Registered:
+    """Gaussians from generators that a graph knows."""
+
+    name = "registered"
+
+    def __init__(self, purposes: list[str], device: torch.device):
+        self.generators = {purpose: torch.Generator(device) for purpose in purposes}
+
+    def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return self.generators[purpose]
+
+    def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor:
+        return gaussians_from(self.generators[purpose], count, device)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    replay: Callable[[], None]
+    source: _Registered
+    deviation: Tensor  # of the noise, (), float64
+    rates: list[Tensor] | None  # learning rates, one a group, where the graph reads them
+    held: list[Tensor]  # all that the graph reads and writes besides
+
+
+class RecordedUpdate:
+    """The noise and the step of one optimizer."""
+
+    def __init__(self, number: int, updates: Updates):
+        self._number = number
+        self._updates = updates
+        self._optimizer = updates.optimizers[number]
+        self._purpose = f"noise {number}"
+        self._left = _MOST_RECORDINGS
+        self._found: dict[Any, _Recorded] = {}
+        self._now: _Recorded | None = None
+
+    def is_ready(self, sums: Mapping[int, Tensor]) -> bool:
+        """Whether `release` may be called for these sums; else the step is to be made eagerly."""
+        if not self._left or not self._can_be_recorded():
+            return False
+        self._steps_beside_parameters()
+        key = self._key(self._held(sums))
+        self._now = self._found.get(key)
+        if self._now is None:
+            self._left -= 1
+            self._now = self._record(sums)
+            if self._now is not None:
+                self._found = {other: found for other, found in self._found.items() if other[0] == key[0]}
+                self._found[key] = self._now
+        return self._now is not None
+
+    def release(
+        self, number: int, optimizer: Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
+    ) -> None:  # fmt: skip
+        """Draw new noise and replay."""
+        now = self._now
+        randomness = self._updates.randomness
+        assert now is not None and not penalties and isinstance(randomness, _ON_DEVICE), "is_ready comes first"
+        for purpose, generator in now.source.generators.items():
+            generator.manual_seed(randomness.seed(purpose, step))
+        now.deviation.fill_(self._updates.deviation(sensitivity))
+        for rate, group in zip(now.rates or (), optimizer.param_groups):
+            rate.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
+        now.replay()
+        torch.autograd.graph.increment_version(self._parameters)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _can_be_recorded(self) -> bool:
+        """Nobody else listens to the step, and all that it does happens on one device."""
+        optimizer = self._optimizer
+        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+        everywhere = [*torch_optimizer._global_optimizer_pre_hooks, *torch_optimizer._global_optimizer_post_hooks]
+        devices = {parameter.device for parameter in self._parameters}
+        return (
+            type(optimizer) in _KNOWN
+            and len(hooks) == 1
+            and not everywhere
+            and len(devices) == 1
+            and next(iter(devices)).type in DEVICES
+            and isinstance(self._updates.randomness, _ON_DEVICE)
+        )
+
+    def _steps_beside_parameters(self) -> None:
+        """Optimizers count steps on the host unless they are told that a graph will: then where the parameter is.
+
+        In float64, as on the host: 1 − β₂ᵗ in float32 is off by a ten-thousandth in the first steps. Fused kernels want float32.
+        """
+        if "capturable" not in self._optimizer.defaults:
+            return
+        for group in self._optimizer.param_groups:
+            dtype = torch.float32 if group.get("fused") else torch.float64
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                step = state.get("step")
+                if isinstance(step, Tensor) and (step.device != parameter.device or step.dtype != dtype):
+                    state["step"] = step.to(parameter.device, dtype)
+
+    def _held(self, sums: Mapping[int, Tensor]) -> list[Tensor]:
+        """Parameters, the optimizer's state, sums."""
+        state = [value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return [*self._parameters, *state, *sums.values()]
+
+    def _key(self, held: list[Tensor]) -> tuple[Any, ...]:
+        """What the graph took for granted: numbers of the optimizer, and where its tensors lie."""
+        moving = ("params", "lr") if type(self._optimizer) in _RATE_AS_TENSOR else ("params",)
+        numbers = tuple(
+            (name, id(value) if isinstance(value, Tensor) else value)
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name not in moving
+        )
+        return str(numbers), tuple((id(tensor), tensor.data_ptr()) for tensor in held)
+
+    def _record(self, sums: Mapping[int, Tensor]) -> _Recorded | None:
+        optimizer, parameters = self._optimizer, self._parameters
+        device = parameters[0].device
+        held, before = self._held(sums), {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        source = _Registered(purposes(parameters, self._purpose), device)
+        deviation = torch.zeros((), dtype=torch.float64, device=device)
+        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        rates = [torch.zeros((), dtype=wide, device=device) for _ in optimizer.param_groups] if type(optimizer) in _RATE_AS_TENSOR else None
+
+        def run() -> None:
+            gradients = noised(
+                [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self._updates.plan.batch_size,
+                randomness=source, purpose=self._purpose, step=0,
+            )  # fmt: skip
+            try:
+                for parameter, gradient in zip(parameters, gradients):
+                    parameter.grad = gradient
+                with self._updates.unwatched(), _for_a_graph(optimizer, rates):
+                    optimizer.step()
+            finally:
+                for parameter in parameters:
+                    parameter.grad = None
+
+        try:
+            replay = captured(run, list(source.generators.values()))
+            now = self._held(sums)
+            if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
+                raise NotTraceable("its step makes new state, which would begin anew with every replay.")
+        except Exception as error:
+            for parameter, state in before.items():
+                optimizer.state[parameter] = state
+            self._left = 0
+            warnings.warn(
+                f"noise and {type(optimizer).__name__}.step() are not part of the graph: {type(error).__name__}: {str(error).splitlines()[0]}",
+                stacklevel=5,
+            )
+            return None
+        return _Recorded(replay, source, deviation, rates, held)
+
+
+@contextlib.contextmanager
+def _for_a_graph(optimizer: Optimizer, rates: list[Tensor] | None) -> Iterator[None]:
+    """Inside this block the optimizer reads its learning rates from tensors, and fetches nothing to the host."""
+    before: list[dict[str, Any]] = [
+        {name: group[name] for name in ("capturable", "lr") if name in group} for group in optimizer.param_groups
+    ]
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            if "capturable" in group:
+                group["capturable"] = True
+            if rates is not None:
+                group["lr"] = rates[number]
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, before):
+            group.update(values)

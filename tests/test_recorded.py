@@ -1,0 +1,247 @@
+"""Noise and optimizer as a recorded graph. Graphs need a GPU (test_cuda.py); here a stand-in runs what would be replayed."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import clipwise as cw
+from clipwise.compiled import recording, update, variant
+from helpers import examples
+from test_compiled import RECORDS, begun, built, plan_for, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore:Detected call of")
+
+MLP = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class FixedOutputs:
+    """Like a replayed graph: every call leaves its results in the same tensors."""
+
+    def __init__(self, run, inputs, *, first, last):
+        self._run, self._outputs = run, [output.clone() for output in run(*inputs)]
+
+    def __call__(self, *inputs):
+        for mine, new in zip(self._outputs, self._run(*inputs)):
+            mine.copy_(new)
+        return self._outputs
+
+
+@pytest.fixture(autouse=True)
+def recordings(monkeypatch):
+    """Lets a CPU pretend to record. Returns one entry for each recording of an update."""
+    made = []
+
+    def captured(run, generators=()):
+        made.append(list(generators))
+        return run
+
+    monkeypatch.setattr(recording, "DEVICES", recording.DEVICES | {"cpu"})
+    for module in (update, variant):
+        monkeypatch.setattr(module, "DEVICES", recording.DEVICES)
+    monkeypatch.setattr(variant, "Recording", FixedOutputs)
+    monkeypatch.setattr(update, "captured", captured)
+    for name in ("adam", "rmsprop"):
+        monkeypatch.setattr(sys.modules[f"torch.optim.{name}"], "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+    return made
+
+
+def assert_same(optimizer, *, tolerance=1e-9, steps=12, **options):
+    x = examples(RECORDS, 4)
+    eager = {key: value for key, value in options.items() if key != "rows"}
+    expected, _, _ = train(built(MLP), x, compiled=False, optimizer=optimizer, steps=steps, **eager)
+    found, step, private = train(built(MLP), x, optimizer=optimizer, steps=steps, **options)
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+    return step, private
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "groups": lambda p: torch.optim.Adam([{"params": (p := list(p))[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_of_the_eager_loop(name, recordings):
+    assert_same(OPTIMIZERS[name])
+    assert len(recordings) == 1
+
+
+def test_several_rounds_and_several_optimizers(recordings):
+    assert_same(OPTIMIZERS["adam"], rows=5)
+    assert len(recordings) == 1
+    x = examples(RECORDS, 4)
+    found = []
+    for compiled in (False, True):
+        model = built(MLP)
+        optimizers = [torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+        private = cw.PrivateTraining(model, optimizers, plan_for(12), noise=cw.reproducible(3), own_batches=True)
+        losses_of = lambda model, x: model(x).square().sum(1)
+        step = private.compile(losses_of, rows=12, backend="eager")
+        for k in range(12):
+            batch = x[12 * k : 12 * k + 12].clone()
+            if compiled:
+                step(batch)
+                continue
+            private.loss(losses_of(model, batch)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        private.close()
+    assert len(recordings) == 3 and float((found[1] - found[0]).norm()) <= 1e-9 * float(found[0].norm())
+
+
+@pytest.mark.parametrize("name, expected", [("adam", 1), ("momentum", 4)])
+def test_learning_rates_that_move(name, expected, recordings):
+    """Adam's is an input of the graph; another optimizer is recorded anew."""
+    schedulers = {}
+    after = lambda optimizer: schedulers.setdefault(id(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)).step()
+    assert_same(OPTIMIZERS[name], after=after, steps=20)
+    assert len(recordings) == expected
+
+
+def test_an_optimizer_that_changes_with_every_step_runs_eagerly_in_the_end(recordings):
+    def after(optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.99
+
+    assert_same(OPTIMIZERS["sgd"], after=after, steps=40)
+    assert len(recordings) == update._MOST_RECORDINGS
+
+
+def test_numbers_and_state_that_are_exchanged_are_followed(recordings):
+    seen = []
+
+    def after(optimizer):
+        seen.append(optimizer)
+        if len(seen) == 10:
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+        if len(seen) == 12:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # other tensors
+
+    x = examples(RECORDS, 4)
+    expected, _, _ = train(built(MLP), x, compiled=False, optimizer=OPTIMIZERS["adam"], steps=15, after=after)
+    seen.clear()
+    found, _, _ = train(built(MLP), x, optimizer=OPTIMIZERS["adam"], steps=15, after=after)
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm()) and len(recordings) == 3
+    (optimizer,) = set(seen)
+    assert optimizer.param_groups[0]["capturable"] is False and optimizer.param_groups[0]["lr"] == 0.01
+
+
+def steady(model, **options):
+    """A compiled step whose update is recorded, of batches that the caller makes."""
+    step, private = begun(model, **options)
+    x = examples(12, 4)
+    for _ in range(9):
+        step(x.clone(), torch.arange(12) % 3)
+    assert step._recorded[0]._now is not None
+    return step, private, lambda: step(x.clone(), torch.arange(12) % 3)
+
+
+def test_noise_is_new_in_every_replay_and_does_not_follow_the_global_seed(recordings):
+    model = built(MLP)
+    _, private, go = steady(model)
+    model[0].weight.requires_grad_(True)
+    moves = []
+    for _ in range(6):
+        torch.manual_seed(0)
+        before = model[0].weight.detach().clone()
+        go()
+        moves.append(model[0].weight.detach() - before)
+    assert all(float((a - b).norm()) > 1e-3 for i, a in enumerate(moves) for b in moves[:i])
+    state = torch.get_rng_state()
+    go()
+    assert torch.equal(torch.get_rng_state(), state) and len(recordings) == 1 and len(recordings[0]) == 1
+    private.close()
+
+
+def test_noise_has_the_size_of_the_plan(recordings):
+    """Losses of hardly any gradient: what moves the weights is noise alone, lr·z·C/B̄."""
+    model = nn.Linear(100, 100).double()
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), plan_for(40), own_batches=True)
+    step = private.compile(lambda model, x: model(x).sum(1) * 1e-9, rows=12, backend="eager")
+    for _ in range(12):
+        before = model.weight.detach().clone()
+        step(examples(12, 100))
+    move = (model.weight.detach() - before).flatten()
+    assert recordings and abs(float(move.std()) / (1.0 * 0.3 / 12) - 1) < 0.03
+    private.close()
+
+
+def test_the_ledger_counts_before_the_replay():
+    model = built(MLP)
+    step, private, go = steady(model)
+    now, spent = step._recorded[0]._now, []
+    object.__setattr__(now, "replay", lambda: spent.append(private.ledger.spent))
+    before = private.ledger.spent
+    go()
+    assert spent == [before + 1]
+    private.close()
+
+
+def test_weights_that_a_replay_changes_have_another_version():
+    model = built(MLP)
+    step, private, go = steady(model)
+    object.__setattr__(step._recorded[0]._now, "replay", lambda: None)
+    before = [p._version for p in model.parameters()]
+    go()
+    assert all(p._version > version for p, version in zip(model.parameters(), before)) and model[0].weight.grad is None
+    private.close()
+
+
+def test_hooks_and_penalties_are_heard(recordings):
+    """Whoever listens to the step hears every one; then it is made eagerly."""
+    model = built(MLP)
+    step, private = begun(model)
+    heard = []
+    (optimizer,) = step._updates.optimizers
+    optimizer.register_step_post_hook(lambda *_: heard.append(1))
+    for _ in range(9):
+        step(examples(12, 4), torch.arange(12) % 3)
+    assert len(heard) == 9 and not recordings
+    private.close()
+    step, private = begun(built(MLP))
+    private.regularizer(lambda: step._training.model[0].weight.square().sum())
+    for _ in range(9):
+        step(examples(12, 4), torch.arange(12) % 3)
+    assert step.graphs.variants and not recordings
+    private.close()
+
+
+@pytest.mark.parametrize("noise", ["secure", "fast"])
+def test_what_no_graph_can_do_is_done_eagerly(noise, recordings):
+    model = built(MLP)
+    optimizer = cw.DPAdamBC(model.parameters()) if noise == "fast" else torch.optim.SGD(model.parameters(), lr=0.1)
+    private = cw.PrivateTraining(model, optimizer, plan_for(40), own_batches=True, noise=noise)
+    step = private.compile(lambda model, x: model(x).square().sum(1), rows=12, backend="eager")
+    for _ in range(9):
+        step(examples(12, 4))
+    assert step.graphs.variants and not recordings
+    private.close()
+
+
+def test_a_step_that_would_begin_anew_with_every_replay_is_not_recorded(recordings, monkeypatch):
+    """Momentum that is missing would be made inside the graph, and be zero in every step."""
+
+    def captured(run, generators=()):
+        run()
+        return run
+
+    monkeypatch.setattr(update, "captured", captured)
+    model = built(MLP)
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), plan_for(40), own_batches=True)
+    step = private.compile(lambda model, x: model(x).square().sum(1), rows=12, backend="eager")
+    (optimizer,) = step._updates.optimizers
+    with pytest.warns(UserWarning, match=r"noise and SGD.step\(\) are not part of the graph: .*new state"):
+        for _ in range(9):
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = None
+            step(examples(12, 4))
+    assert not step._recorded[0]._found and all(state["momentum_buffer"] is not None for state in optimizer.state.values())
+    private.close()
