@@ -25,10 +25,11 @@ from clipwise.factors import (
     sum_of,
 )
 from clipwise.factors import sums as sums_module
+from clipwise.factors import ways as ways_module
 from clipwise.factors.placed import Region, Storage, are_disjoint
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
 from clipwise.numerics import squared_norms
-from clipwise.planner import MemoryBudget, choose_way
+from clipwise.planner import MemoryBudget, choose_way, may_keep
 
 B = 4
 
@@ -75,7 +76,7 @@ def test_weighted_sum_examples_and_mass(kind):
 @pytest.mark.parametrize("way", ["keep", "tiles", "gram"])
 def test_every_way_gives_the_norm(kind, way, monkeypatch):
     factor = KINDS[kind]()
-    monkeypatch.setattr(sums_module, "choose_way", lambda **_: way)
+    monkeypatch.setattr(ways_module, "choose_way", lambda **_: way)
     monkeypatch.setattr(sums_module, "chunk_on", lambda device: 40)  # several chunks
     total = sum_of([factor])
     expected = factor.dense().flatten(1).square().sum(1)
@@ -127,7 +128,7 @@ def test_inner_products_and_sums_of_two_kinds(a, b, monkeypatch):
     torch.testing.assert_close(inner(first, second), (first.dense() * second.dense()).flatten(1).sum(1))
     expected = first.dense() + second.dense()
     for way in ("keep", "tiles", "gram"):
-        monkeypatch.setattr(sums_module, "choose_way", lambda way=way, **_: way)
+        monkeypatch.setattr(ways_module, "choose_way", lambda way=way, **_: way)
         total = FactorSum([first, second])
         torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected.flatten(1).square().sum(1), rtol=1e-9, atol=0)
         torch.testing.assert_close(total.weighted_sum(torch.ones(B)), expected.sum(0))
@@ -175,7 +176,7 @@ def released_norm(total, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cancelling_terms_cannot_hide(way, dtype, monkeypatch):
     """Time steps that cancel in truth leave a rounding error as large as they were; the norm must cover it."""
-    monkeypatch.setattr(sums_module, "choose_way", lambda **_: way)
+    monkeypatch.setattr(ways_module, "choose_way", lambda **_: way)
     left, right = torch.randn(B, 64, 16), torch.randn(B, 64, 16)
     left, right = torch.cat([left, -left], 1) * 1e3, torch.cat([right, right * (1 + 1e-7)], 1)
     total = FactorSum([Outer(left.to(dtype), right.to(dtype))])
@@ -206,15 +207,25 @@ def test_groupings_agree_with_their_owners():
 
 
 def test_the_cost_rule():
-    choose = lambda **kw: choose_way(
-        **{**dict(batch=8, numel=100, held=100, dense_flops=1000, gram_flops=10, element_size=4, budget=MemoryBudget()), **kw}
-    )
-    assert choose() == "keep"
-    assert choose(budget=MemoryBudget(0)) == "gram"
-    assert choose(budget=MemoryBudget(0), gram_flops=None) == "tiles"
-    assert choose(held=1, gram_flops=999) == "tiles"
-    budget = MemoryBudget(8 * 100 * 4)
-    assert [choose(budget=budget) for _ in range(2)] == ["keep", "gram"]
+    assert choose_way(may_keep=True, dense_flops=1000, gram_flops=10) == "keep"
+    assert choose_way(may_keep=False, dense_flops=1000, gram_flops=10) == "gram"
+    assert choose_way(may_keep=False, dense_flops=1000, gram_flops=None) == "tiles"
+    assert choose_way(may_keep=False, dense_flops=1000, gram_flops=999) == "tiles"
+
+
+def test_gradients_are_kept_where_they_fit_the_budget():
+    size = dict(batch=8, numel=100, held=100, element_size=4)
+    assert may_keep(**size, budget=MemoryBudget())
+    assert not may_keep(**size, budget=MemoryBudget(0))
+    assert not may_keep(**size | dict(held=1), budget=MemoryBudget())
+    budget = MemoryBudget(B * 20 * 8)
+    ways = [FactorSum([Outer(random(B, 3, 4), random(B, 3, 5))]).measure(budget) and budget.has(1) for _ in range(2)]
+    assert ways == [False, False]  # the first took all of it
+    totals = [FactorSum([Outer(random(B, 30, 4), random(B, 30, 5))]) for _ in range(2)]
+    budget = MemoryBudget(B * 20 * 8)
+    for total in totals:
+        total.measure(budget)
+    assert [total.way for total in totals] == ["keep", "tiles"]
 
 
 @pytest.mark.parametrize("left", [(4, 3, 2), (3, 2)])

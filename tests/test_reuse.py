@@ -64,7 +64,7 @@ def test_head_tied_by_a_function_call():
 
 @pytest.mark.parametrize("way", ["keep", "tiles", "gram"])
 def test_tied_head_by_every_way(way, monkeypatch):
-    monkeypatch.setattr("clipwise.factors.sums.choose_way", lambda **_: way)
+    monkeypatch.setattr("clipwise.factors.ways.choose_way", lambda **_: way)
     model = tied(lambda s, ids: F.linear(torch.tanh(s.mid(s.table(ids))), s.table.weight))
     assert_exact(model, torch.randint(0, 7, (5, 6)))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from .explain import Explained
 from .layout import Layout
 
 
@@ -19,6 +20,8 @@ class Experience:
     zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
     examples_tried: int = 0  # in reruns that found no mixing
     steps: int = 0
+    explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when the model was verified
+    examples: int = 0  # then
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def is_time_to_look_again(self) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .derived import example_gradients, pull_back
+from .derived import pull_back
 from .errors import WrongRule
+from .explain import Explained
 from .factors import (
     Dense,
     Diagonal,
@@ -28,16 +30,16 @@ from .factors import (
 )
 from .functions import full_name
 from .layout import Layout, Table, to_rows
-from .numerics import in_working_precision, squared_norms, to_accumulate, unit_roundoff
-from .planner import MemoryBudget, chunk_on
+from .numerics import in_working_precision, unit_roundoff
+from .planner import MemoryBudget
+from .pulled import PulledBack, Watching, chunked_gradients
 from .registry import Call
+from .rules.spread import spread_rule
 from .taps import Record
 from .tracing import is_tracing
 
 if TYPE_CHECKING:
     from .tape import Tape
-
-Watching = Callable[[], AbstractContextManager[None]]
 
 
 def _watching(tape: Tape) -> Watching:
@@ -69,19 +71,25 @@ class ExampleGradients:
         self._direct: dict[int, list[Factor]] = {}
         self._indirect: dict[int, tuple[Tensor, list[Factor]]] = {}
         self._sums: dict[int, FactorSum | PartSum] = {}
-        self._pulled: _PulledBack | None = None
+        self._pulled: PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
         self.is_known = is_known  # the way to the losses was verified before
+        self._experience = tape.experience
+        self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
         """Take over the gradient that reached one tap. grad: shape of the watched call's output."""
         self.precision = max(self.precision, grad.dtype, key=unit_roundoff)
         use, example_data = record.restored(kept)
+        if not self.is_known:
+            by = "entry by entry" if record.rule is spread_rule else full_name(use.func)
+            for key in frozenset().union(*map(self._marks.roots, use.tracked)):
+                self._calls.setdefault(key, []).append(by)
         rows = to_rows(grad, placement.axes).shape[0]
         grouping = placement.grouping(rows, self.batch)
         if record.output is not None:
             pieces = Diagonal(grad, placement.axes).merge(grouping)
-            found = _chunked_gradients([record.output], list(use.args[0]), [FactorSum([pieces])], self._watching)
+            found = chunked_gradients([record.output], list(use.args[0]), [FactorSum([pieces])], self._watching)
             factors: dict[Tensor, Factor] = {weight: Dense(g) for weight, g in zip(use.tracked, found)}
         else:
             call = Call(use, grad, placement.axes, example_data)
@@ -131,7 +139,7 @@ class ExampleGradients:
             roots = frozenset().union(*map(self._marks.roots, outputs))
             inputs = {key: self._marks.parameters[key] for key in roots if self._marks.parameters[key].requires_grad}
             extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
-            self._pulled = _PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
+            self._pulled = PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
         self._direct.clear()
         self._indirect.clear()
 
@@ -162,17 +170,32 @@ class ExampleGradients:
         parts = dict(sorted(parts.items(), key=lambda part: -len(part[1][0])))  # products of two come first
         matrices = [side[0] for side, _ in parts.values()] + [side[1] for side, _ in parts.values() if len(side) == 2]
         together = row_squares_together(matrices) if parts else None  # (B, K)
-        alone = {
-            key: total.measures(self._budget, second_pass=second_pass)
-            for key, total in self._sums.items()
-            if together is None or key not in parts
-        }
+        alone, seconds = {}, {}
+        for key, total in self._sums.items():
+            if together is None or key not in parts:
+                start = time.perf_counter()
+                alone[key] = total.measures(self._budget, second_pass=second_pass)
+                seconds[key] = total.seconds if self._device.type != "cpu" else time.perf_counter() - start
+        if not self.is_known:
+            self._explain(seconds)
         if self._pulled is not None:
             alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._budget).items()}
         norms = _added_up(alone)
         if together is not None:
             norms |= dict(zip(parts, products_of_columns(together.cpu(), [factor for _, factor in parts.values()])))
         return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
+
+    def _explain(self, seconds: Mapping[int, float | None]) -> None:
+        def row(key: int, name: str) -> Explained | None:
+            calls = tuple(dict.fromkeys(self._calls.get(key, ())))
+            total = self._sums.get(key)
+            if total is not None:
+                return Explained(name, calls, total.summary, total.way, seconds.get(key), total.kept_bytes)
+            pulled = self._pulled is not None and key in self._pulled.inputs
+            return Explained(name, calls, "through other weights", "pulled back", None, 0) if pulled else None
+
+        self._experience.explained = [found for key, name in self._marks.names.items() if (found := row(key, name)) is not None]
+        self._experience.examples = self.batch
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
@@ -212,77 +235,3 @@ def _added_up(measured: dict[int, list[Squares]]) -> dict[int, Tensor]:
         for other in rest:
             found[key] = found[key] + other
     return found
-
-
-def _chunked_gradients(outputs: list[Tensor], inputs: list[Tensor], sums: list[FactorSum | PartSum], watching: Watching) -> list[Tensor]:
-    """Pull every example back, a chunk at a time. Returns (B, *input) each."""
-    chunks = _chunks(outputs, inputs, sums[0].batch)
-    found = [example_gradients(outputs, inputs, [s.dense(a, b) for s in sums], watching) for a, b in chunks]
-    return [torch.cat(column) for column in zip(*found)]
-
-
-def _chunks(outputs: list[Tensor], inputs: list[Tensor], batch: int) -> list[tuple[int, int]]:
-    step = max(1, chunk_on(outputs[0].device) // max(1, *(tensor.numel() for tensor in [*outputs, *inputs])))
-    return [(start, min(start + step, batch)) for start in range(0, batch, step)]
-
-
-class _PulledBack:
-    """Parameters behind weights that only autograd can pull back: written out, and kept if memory allows, else made again."""
-
-    def __init__(
-        self,
-        outputs: list[Tensor],
-        sums: list[FactorSum | PartSum],
-        inputs: dict[int, Tensor],
-        extra: dict[int, FactorSum | PartSum],
-        batch: int,
-        watching: Watching,
-    ):
-        self._watching = watching
-        self.outputs = outputs
-        self.inputs = inputs
-        self._sums = sums
-        self._extra = extra  # the same parameters' factors from direct uses
-        self._batch = batch
-        self._kept: dict[int, list[Tensor]] | None = None
-        self._norms: dict[int, Tensor] | None = None
-
-    def squared_norms(self, budget: MemoryBudget) -> dict[int, Tensor]:
-        if self._norms is None:
-            size = self._batch * sum(4 * parameter.numel() for parameter in self.inputs.values())
-            kept: dict[int, list[Tensor]] | None = {key: [] for key in self.inputs} if budget.take(size) else None
-            norms: dict[int, list[Tensor]] = {key: [] for key in self.inputs}
-            for _, _, gradients in self._each_chunk():
-                for key, gradient in gradients.items():
-                    norms[key].append(squared_norms(gradient))
-                    if kept is not None:
-                        kept[key].append(gradient)
-            self._kept = kept
-            self._norms = {key: torch.cat(parts) for key, parts in norms.items()}
-        return self._norms
-
-    def masses(self, budget: MemoryBudget) -> dict[int, Tensor]:
-        """As large as the terms behind the derived weights, at least: what autograd adds up on the way may cancel."""
-        terms = torch.stack([total.mass().to(self._sums[0].device) for total in self._sums]).sum(0)
-        return {key: norms.sqrt() + terms.to(norms.device) for key, norms in self.squared_norms(budget).items()}
-
-    def weighted_sums(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
-        if self._kept is not None:
-            return {key: Dense(torch.cat(parts)).weighted_sum(weights[key]) for key, parts in self._kept.items()}
-        sums: dict[int, Tensor] = {}
-        for start, stop, gradients in self._each_chunk():
-            for key, gradient in gradients.items():
-                part = Dense(gradient).weighted_sum(weights[key][start:stop])
-                sums[key] = sums[key] + part if key in sums else part
-        return sums
-
-    def _each_chunk(self) -> Iterator[tuple[int, int, dict[int, Tensor]]]:
-        """(start, stop, {parameter: (n, *shape)}) over chunks of examples."""
-        inputs = list(self.inputs.values())
-        for start, stop in _chunks(self.outputs, inputs, self._batch):
-            found = example_gradients(self.outputs, inputs, [total.dense(start, stop) for total in self._sums], self._watching)
-            gradients = {}
-            for key, gradient in zip(self.inputs, found):
-                gradient = to_accumulate(gradient)
-                gradients[key] = gradient + self._extra[key].dense(start, stop) if key in self._extra else gradient
-            yield start, stop, gradients

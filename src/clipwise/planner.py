@@ -1,4 +1,4 @@
-"""Which way a squared norm is evaluated. A cost rule for now; one that measures will come behind the same two names."""
+"""Which way a squared norm is evaluated, by a cost rule, and how much memory a step may spend on it. (trials.py times ways on a GPU.)"""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ class MemoryBudget:
         """A share of what is free there; asked for when it is needed, which for small layers is never."""
         return cls(device=device)
 
-    def take(self, size: int) -> bool:
-        """Reserve `size` bytes if they are there."""
+    def has(self, size: int) -> bool:
+        """Whether so many bytes are there."""
         if self._left is None:
             self._left = _free_on(self._device)
-        if size > self._left:
+        return size <= self._left
+
+    def take(self, size: int) -> bool:
+        """Reserve `size` bytes if they are there."""
+        if not self.has(size):
             return False
+        assert self._left is not None
         self._left -= size
         return True
 
@@ -59,17 +64,19 @@ def _free_now(device: torch.device) -> int:
     return max(free, 0) // _CUDA_SHARE
 
 
-def choose_way(
-    *, batch: int, numel: int, held: int, dense_flops: int, gram_flops: int | None, element_size: int, budget: MemoryBudget
-) -> str:
-    """`keep`, `gram` or `tiles`, by floating-point operations an example, under the budget.
+def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget) -> bool:
+    """Whether all gradients may stay written out. `held`: numbers that an example's factors hold anyway."""
+    return numel <= _KEEP_UP_TO * held and budget.has(batch * numel * element_size)
+
+
+def choose_way(*, may_keep: bool, dense_flops: int, gram_flops: int | None) -> str:
+    """`keep`, `gram` or `tiles`, by floating-point operations an example.
 
     keep: write all gradients out once; their weighted sum then replaces the ordinary weight gradient, so it costs nothing
     extra. gram: products of the terms, one more weight gradient later. tiles: write out a few examples at a time, measure,
     forget; one more weight gradient later. `gram_flops` is None where no gram exists.
     """
-    cheap_to_hold = numel <= _KEEP_UP_TO * held
-    if cheap_to_hold and budget.take(batch * numel * element_size):
+    if may_keep:
         return "keep"
     if gram_flops is not None and _WIDE_PENALTY * gram_flops < dense_flops:
         return "gram"

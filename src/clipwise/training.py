@@ -17,6 +17,8 @@ from .budget import Budget
 from .clipping import Clipping
 from .draws import CallersDraws, Draws
 from .errors import NothingClipped
+from .experience import experience_of
+from .explain import table
 from .intake import Intake
 from .ledger import Ledger
 from .loader import private_loader
@@ -215,6 +217,11 @@ class PrivateTraining:
         self._progress.load(state)
         if isinstance(self.plan.clipping, Adaptive):
             self.clipping = self.plan.clipping.at(float(state["bound"]))
+
+    def explain(self) -> None:
+        """Print how the norms of each parameter's gradients are evaluated, and what that takes: call, shape, way, time, memory."""
+        experience = experience_of(self._modules)
+        print(table(experience.explained, experience.examples))
 
     def report(self) -> Any:
         """The privacy statement of this training: report.markdown(), .json(), .plot(path), .save(folder)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -66,6 +67,16 @@ class Factor(ABC):
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """What the factor holds; the first says precision and device."""
+
+    @property
+    def signature(self) -> Hashable:
+        """What the time it takes depends on, besides the number of examples."""
+        return type(self), self.shape, *(tensor.shape[1:] for tensor in self.tensors)
+
+    @property
+    def summary(self) -> str:
+        """What an example's gradient is made of, in a few words."""
+        return " × ".join(map(str, self.shape)) or "one number"
 
     @property
     def elements(self) -> int:

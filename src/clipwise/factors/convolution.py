@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from .base import Factor, Grouping
 from .outer import Outer
 
 _WINDOWS_THAT_FIT_A_CACHE = 16 * 2**20  # bytes; beyond it copying every window out costs more than a grouped convolution
+_FEW_PLACES = 100  # of a window in an image: with so few, a GPU spends a grouped convolution on starting it
+KERNELS = ("windows", "groups")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Convolution(Factor):
         self.shape = torch.Size(shape)
         self.geometry = geometry
         self.batch = grad.shape[0]
+        self.kernel = ""  # one of KERNELS; as a rule says where it is empty
 
     @classmethod
     def of_rows(cls, grad: Tensor, input: Tensor, shape: torch.Size, geometry: Geometry) -> Convolution:
@@ -55,7 +59,7 @@ class Convolution(Factor):
         if self._is_pointwise:
             grad, input = (side.flatten(3).transpose(1, 2).flatten(2) for side in (self.grad, self.input))  # (B, C, k·L)
             return torch.bmm(grad, input.mT).view(self.batch, *self.shape)
-        if self.windows_bytes <= _WINDOWS_THAT_FIT_A_CACHE:
+        if (self.kernel or self.kernel_by_rule) == "windows":
             return self._from_windows() if self.geometry.groups == 1 and self.grad.shape[1] == 1 else self.as_outer().dense()
         grad, input = (side.transpose(0, 1).flatten(1, 2) for side in (self.grad, self.input))  # (k, B·C, *)
         kernels = torch.Size((self.batch * self.shape[0], *self.shape[1:]))
@@ -123,6 +127,17 @@ class Convolution(Factor):
         )
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Ways to write the gradients out, if there are several."""
+        return () if self._is_pointwise or self.batch == 0 else KERNELS
+
+    @property
+    def kernel_by_rule(self) -> str:
+        if self.device.type == "cuda":
+            return "windows" if self.terms <= _FEW_PLACES else "groups"
+        return "windows" if self.windows_bytes <= _WINDOWS_THAT_FIT_A_CACHE else "groups"
+
+    @property
     def _is_pointwise(self) -> bool:
         """A kernel of one pixel, at every pixel: a matrix product."""
         how = self.geometry
@@ -143,7 +158,9 @@ class Convolution(Factor):
         return Convolution(grouping(self.grad).flatten(1, 2), grouping(self.input).flatten(1, 2), self.shape, self.geometry)
 
     def examples(self, start: int, stop: int) -> Convolution:
-        return Convolution(self.grad[start:stop], self.input[start:stop], self.shape, self.geometry)
+        some = Convolution(self.grad[start:stop], self.input[start:stop], self.shape, self.geometry)
+        some.kernel = self.kernel
+        return some
 
     def reshaped(self, shape: torch.Size) -> Factor:
         return self.as_outer().reshaped(shape)
@@ -163,8 +180,16 @@ class Convolution(Factor):
         return self.shape[0] // self.geometry.groups + self.shape[1:].numel()
 
     @property
+    def summary(self) -> str:
+        return f"{self.terms} windows of {super().summary}"
+
+    @property
     def dense_flops(self) -> int:
         return 2 * self.terms * self.numel
+
+    @property
+    def signature(self) -> Hashable:
+        return super().signature, self.geometry
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

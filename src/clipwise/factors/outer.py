@@ -110,6 +110,11 @@ class Outer(Factor):
         return self._sides[0].shape[-1] + self._sides[1].shape[-1]
 
     @property
+    def summary(self) -> str:
+        blocks = f"{self.blocks} blocks of " if self.blocks > 1 else ""
+        return f"{blocks}{self.terms} × ({self._sides[0].shape[-1]} ⊗ {self._sides[1].shape[-1]})"
+
+    @property
     def dense_flops(self) -> int:
         return 2 * self.terms * self.numel
 

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from ..numerics import product_roundoff, row_norms, unit_roundoff
-from ..planner import MemoryBudget, choose_way, chunk_on
+from ..planner import MemoryBudget, chunk_on
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
-from .inner import inner, inner_products_are_cheap, inner_roundoff
+from .inner import inner, inner_roundoff
 from .outer import Outer
 from .placed import Placed, Region, are_disjoint
 from .rows import Rows
 from .squares import Squares, finish, known
+from .ways import way_of
 
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
 
@@ -37,6 +38,7 @@ class FactorSum:
         self._kept: Dense | None = None
         self._mass: Tensor | None = None
         self.way = ""  # how the norms were evaluated
+        self.seconds: float | None = None  # that this took when it was tried, with the weighted sum
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         """Σ_i weights[i]·g_i. `clean`: every g_i is finite."""
@@ -74,8 +76,18 @@ class FactorSum:
         Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u, a percent under bf16.
         """
         if second_pass is not None:
+            self.way = "tiles"
             return self._as_added(self._measured("tiles"), self._rounded(second_pass))
-        way = self.way = self._way(budget)
+        self.way, self.seconds = way_of(self, budget)
+        return self.measured_by(self.way)
+
+    def measured_by(self, named: str) -> Squares:
+        """By a way of ways.py: `keep`, `tiles`, `gram` …, or `keep by windows` where a convolution's gradients are written out."""
+        way, _, kernel = named.partition(" by ")
+        if kernel:
+            for factor in self.factors:
+                assert isinstance(factor, Convolution)
+                factor.kernel = kernel
         if way == "keep":
             self._kept = Dense(self.dense())
             return Squares(row_norms(self._kept.grad))
@@ -126,39 +138,20 @@ class FactorSum:
             self.factors = [self._kept]
 
     @property
+    def kept_bytes(self) -> int:
+        return 0 if self._kept is None else self._kept.grad.numel() * self._kept.grad.element_size()
+
+    @property
+    def summary(self) -> str:
+        return " + ".join(factor.summary for factor in self.factors)
+
+    @property
     def device(self) -> torch.device:
         return self.factors[0].device
 
     @property
     def dtype(self) -> torch.dtype:
         return self.factors[0].dtype
-
-    def _way(self, budget: MemoryBudget) -> str:
-        factors = self.factors
-        if len(factors) == 1 and isinstance(factors[0], Dense):
-            return "written"
-        if all(isinstance(factor, Rows) for factor in factors):
-            return "rows"
-        if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].terms <= 1:
-            return "product"
-        return choose_way(
-            batch=self.batch,
-            numel=self.shape.numel(),
-            held=sum(factor.elements for factor in factors),
-            dense_flops=sum(factor.dense_flops for factor in factors),
-            gram_flops=self._gram_flops() if inner_products_are_cheap(factors) and not self._fits_at_once() else None,
-            element_size=self.dtype.itemsize,
-            budget=budget,
-        )
-
-    def _fits_at_once(self) -> bool:
-        """On a GPU a gram takes many kernels; where all gradients can be written out at once, that takes one."""
-        return self.device.type == "cuda" and self.batch * self.shape.numel() <= chunk_on(self.device)
-
-    def _gram_flops(self) -> int:
-        matrices = [f for f in self.factors if isinstance(f, Outer | Convolution)]
-        terms = sum(f.terms for f in matrices) + sum(f.ids.shape[1] for f in self.factors if isinstance(f, Rows))
-        return 2 * terms**2 * max(f.widths * f.blocks for f in matrices)
 
     def _measured(self, way: str) -> Squares:
         single = self.factors[0]
@@ -222,6 +215,19 @@ class PartSum:
     @property
     def way(self) -> str:
         return ", ".join(dict.fromkeys(part.way for part in self.parts.values()))
+
+    @property
+    def seconds(self) -> float | None:
+        found = [part.seconds for part in self.parts.values() if part.seconds is not None]
+        return sum(found) if found else None
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(part.kept_bytes for part in self.parts.values())
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.parts)} parts of " + next(iter(self.parts.values())).summary
 
     def forget_terms(self) -> None:
         for part in self.parts.values():

@@ -1,0 +1,101 @@
+"""The ways in which the squared norms of one tensor's gradients can be evaluated, and which of them is taken.
+
+written, rows, product   there is nothing to choose: gradients that lie there, tables of rows, a single term an example
+keep                     write all gradients out once; their weighted sum replaces the ordinary weight gradient
+tiles                    write out a few examples at a time, measure, forget; one more weight gradient later
+gram                     products of the terms; one more weight gradient later
+
+A convolution's gradients are written out `by windows` (copied, then one product) or `by groups` (a convolution with groups = B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
+from ..trials import TRIALS
+from .convolution import Convolution
+from .dense import Dense
+from .inner import inner_products_are_cheap
+from .outer import Outer
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .sums import FactorSum
+
+_HOPELESS = 16  # a gram that takes so many times the operations of writing out is not tried
+
+
+def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
+    """The way to take, and the seconds it took when it was tried. What stays written out is taken from the budget."""
+    factors = total.factors
+    single = factors[0] if len(factors) == 1 else None
+    if isinstance(single, Dense):
+        return "written", None
+    if all(isinstance(factor, Rows) for factor in factors):
+        return "rows", None
+    if isinstance(single, Outer) and single.terms <= 1:
+        return "product", None
+    numel, element_size = total.shape.numel(), total.dtype.itemsize
+    held, flops = sum(factor.elements for factor in factors), sum(factor.dense_flops for factor in factors)
+    keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget)
+    gram = _gram_flops(total) if inner_products_are_cheap(factors) else None
+    rule = choose_way(may_keep=keep, dense_flops=flops, gram_flops=None if _fits_at_once(total) else gram)
+    way, seconds = rule, None
+    if TRIALS.times(total.device) and total.batch:
+        names = _writing_out(total, keep, budget)
+        if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
+            names.append("gram")
+        rule = next((name for name in names if name.startswith(rule)), names[0])
+        what = (tuple(factor.signature for factor in factors), total.dtype)
+        way, seconds = TRIALS.fastest(what, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
+    if way.startswith("keep"):
+        budget.take(total.batch * numel * element_size)
+    return way, seconds
+
+
+def _writing_out(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
+    """The likeliest first."""
+    ways = ["keep", "tiles"] if keep else ["tiles"]
+    [single, *others] = total.factors
+    if others or not isinstance(single, Convolution) or not single.kernels:
+        return ways
+    kernels = [kernel for kernel in single.kernels if kernel != "windows" or budget.has(single.windows_bytes)]
+    kernels.sort(key=lambda kernel: kernel != single.kernel_by_rule)
+    return [f"{way} by {kernel}" for way in ways for kernel in kernels]
+
+
+def _trial(total: FactorSum, way: str) -> Callable[[], Tensor]:
+    """Norms and weighted sum: what a step needs."""
+
+    def run() -> Tensor:
+        other = type(total)(total.factors)
+        squares = other.measured_by(way)
+        weights = torch.ones(total.batch, dtype=total.dtype, device=total.device)
+        return squares.value.sum() + other.weighted_sum(weights, clean=True).sum()
+
+    return run
+
+
+def _fits_at_once(total: FactorSum) -> bool:
+    """On a GPU a gram takes many kernels; where all gradients can be written out at once, that takes one."""
+    return total.device.type == "cuda" and total.batch * total.shape.numel() <= chunk_on(total.device)
+
+
+def _gram_flops(total: FactorSum) -> int:
+    matrices = [f for f in total.factors if isinstance(f, Outer | Convolution)]
+    return 2 * _terms(total) ** 2 * max(f.widths * f.blocks for f in matrices)
+
+
+def _gram_bytes(total: FactorSum) -> int:
+    """Two products of all terms with all terms, in float64."""
+    return 16 * total.batch * _terms(total) ** 2 * max(f.blocks for f in total.factors if isinstance(f, Outer | Convolution))
+
+
+def _terms(total: FactorSum) -> int:
+    matrices = sum(f.terms for f in total.factors if isinstance(f, Outer | Convolution))
+    return matrices + sum(f.ids.shape[1] for f in total.factors if isinstance(f, Rows))

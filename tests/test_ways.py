@@ -1,0 +1,138 @@
+"""Ways that are timed: once for each shape, whatever is chosen gives the same norms and sums."""
+
+import pytest
+import torch
+from torch import nn
+
+import clipwise as cw
+from clipwise import tracing, trials
+from clipwise.factors import Convolution, FactorSum, Geometry, Outer, Rows
+from clipwise.factors import ways as ways_module
+from clipwise.planner import MemoryBudget
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import examples
+
+CPU = torch.device("cpu")
+B = 6
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Times ways on a CPU too, by a clock that says what the test wants. Returns {way: seconds}, and what was run."""
+    seconds, runs = {}, []
+
+    def clock(run, device):
+        run()
+        runs.append(1)
+        return seconds.get(len(runs), 1.0)
+
+    monkeypatch.setattr(trials, "DEVICES", {"cpu"})
+    monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
+    monkeypatch.setattr(trials, "_seconds", clock)
+    return seconds, runs
+
+
+def convolution(**options):
+    geometry = Geometry((2, 1), (1, 2), (1, 2), **options)
+    module = nn.Conv2d(4, 6, (3, 2), geometry.stride, geometry.padding, geometry.dilation, geometry.groups).double()
+    x = examples(B, 4, 9, 8)
+    return Convolution.of_rows(torch.randn_like(module(x)), x, module.weight.shape, geometry)
+
+
+FACTORS = {
+    "sequence": lambda: [Outer(examples(B, 7, 3), examples(B, 7, 5))],
+    "used twice": lambda: [Outer(examples(B, 7, 3), examples(B, 7, 5)), Outer(examples(B, 2, 3), examples(B, 2, 5))],
+    "tied": lambda: [Outer(examples(B, 7, 9), examples(B, 7, 5)), Rows(torch.randint(0, 9, (B, 4)), examples(B, 4, 5), torch.Size((9, 5)))],
+    "convolution": convolution,
+    "grouped": lambda: convolution(groups=2),
+}
+
+
+def total_of(name):
+    factors = FACTORS[name]()
+    return FactorSum(factors if isinstance(factors, list) else [factors])
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_every_way_that_may_be_chosen_is_right(name, timed):
+    total = total_of(name)
+    dense = total.dense()
+    weights = torch.rand(B, dtype=torch.float64)
+    total.measure(MemoryBudget())
+    (tried,) = ways_module.TRIALS.outcomes.values()
+    (names,) = tried.values()
+    assert len(names) >= (4 if isinstance(total.factors[0], Convolution) else 3)
+    for way in names:
+        again = FactorSum(total.factors)
+        squares = again.measured_by(way).now()
+        torch.testing.assert_close(squares, dense.flatten(1).square().sum(1), rtol=1e-9, atol=0)
+        torch.testing.assert_close(again.weighted_sum(weights), torch.einsum("b,b...->...", weights, dense), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("fastest", range(1, 4))
+def test_the_fastest_way_is_taken_and_tried_once_for_a_shape(fastest, timed):
+    seconds, runs = timed
+    seconds[fastest] = 0.5
+    found = []
+    for batch in (6, 8, 5, 20):
+        total = FactorSum([Outer(examples(batch, 7, 3), examples(batch, 7, 5))])
+        total.measure(MemoryBudget())
+        found.append(total.way)
+    assert found[:3] == [["keep", "tiles", "gram"][fastest - 1]] * 3
+    assert len(runs) == 6  # batches of up to eight, and of up to 32
+    FactorSum([Outer(examples(6, 7, 3), examples(6, 7, 4))]).measure(MemoryBudget())
+    assert len(runs) == 9
+
+
+def test_a_way_that_runs_out_of_memory_is_left_out(monkeypatch):
+    monkeypatch.setattr(trials, "DEVICES", {"cpu"})
+
+    def too_large():
+        raise torch.OutOfMemoryError("no room")
+
+    found = trials.Trials().fastest("x", 4, {"keep": too_large, "tiles": lambda: None}, "keep", CPU)
+    assert found[0] == "tiles" and found[1] >= 0
+    assert trials.Trials().fastest("x", 4, {"keep": too_large, "tiles": too_large}, "keep", CPU) == ("keep", None)
+
+
+def test_rules_decide_where_nothing_may_be_timed(timed):
+    _, runs = timed
+    ways = {"keep": lambda: None, "tiles": lambda: None}
+    assert trials.Trials().fastest("x", 4, ways, "tiles", torch.device("meta")) == ("tiles", None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert trials.Trials().fastest("x", 4, ways, "tiles", CPU) == ("tiles", None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not runs
+
+
+def test_a_graph_takes_what_was_found_for_batches_of_its_size_and_stays_with_it(timed):
+    seconds, runs = timed
+    found = trials.Trials()
+    ways = {"keep": lambda: None, "tiles": lambda: None}
+    with tracing.tracing():
+        assert found.fastest("unseen", 4, ways, "tiles", CPU) == ("tiles", None)
+    seconds.update({2: 0.1, 3: 0.1})  # up to 4: tiles; up to 64: keep
+    assert found.fastest("x", 4, ways, "keep", CPU) == ("tiles", 0.1)
+    assert found.fastest("x", 50, ways, "tiles", CPU) == ("keep", 0.1)
+    with tracing.tracing():
+        assert found.fastest("x", 6, ways, "keep", CPU)[0] == "tiles"
+        assert found.fastest("x", 40, ways, "tiles", CPU)[0] == "keep"
+        assert found.fastest("unseen", 4, ways, "keep", CPU) == ("tiles", None)
+    assert len(runs) == 4
+
+
+def test_a_network_is_clipped_right_by_whatever_is_fastest(timed):
+    seconds, _ = timed
+    seconds.update({number: 1 / (1 + number * 7 % 5) for number in range(1, 40)})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(1), nn.Linear(64, 3)).double()
+    x = examples(5, 2, 8, 8)
+    for _ in range(4):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    expected, _ = clip_and_add(loop_gradients(model, [x]), 0.5)
+    for name, total in found.items():
+        torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-12)
