@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
+from ..numerics import drop_rows, in_working_precision, product, row_norms, scale_stored, to_multiply
 from .base import Factor, Grouping
 from .squares import Squares, known
 
@@ -25,26 +25,24 @@ class Outer(Factor):
             )
         batch, blocks = left.shape[0], left.shape[1] if groups else 1
         terms = left.shape[1 + groups : -1].numel()
-        self.left = to_accumulate(left).reshape(batch, blocks, terms, left.shape[-1])  # (B, G, T, p)
-        self.right = to_accumulate(right).reshape(batch, blocks, terms, right.shape[-1])  # (B, G, T, d)
-        if self.left.dtype != self.right.dtype:
-            common = torch.promote_types(self.left.dtype, self.right.dtype)
-            self.left, self.right = self.left.to(common), self.right.to(common)
+        left, right = to_multiply(left, right)
+        self.left = left.reshape(batch, blocks, terms, left.shape[-1])  # (B, G, T, p)
+        self.right = right.reshape(batch, blocks, terms, right.shape[-1])  # (B, G, T, d)
         default = (left.shape[-1], right.shape[-1])
         self.shape = torch.Size(shape if shape is not None else ((blocks, *default) if groups else default))
         self.batch = batch
 
     def dense(self) -> Tensor:
-        return torch.matmul(self.left.mT, self.right).reshape(self.batch, *self.shape)
+        return product(self.left.mT, self.right).reshape(self.batch, *self.shape)
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact = in_working_precision(weights, self.dtype)
-        left, right = scale_rows(self.left, exact, clean=clean), self.right if clean else drop_rows(self.right, exact)
+        left, right = scale_stored(self.left, exact, clean=clean), self.right if clean else drop_rows(self.right, exact)
         if self.blocks == 1:
-            total = left.flatten(0, 2).t() @ right.flatten(0, 2)
+            total = product(left.flatten(0, 2).t(), right.flatten(0, 2))
             return total if total.shape == self.shape else total.view(self.shape)
         left, right = (side.transpose(0, 1).flatten(1, 2) for side in (left, right))  # (G, B·T, ·)
-        return torch.bmm(left.mT, right).view(self.shape)
+        return product(left.mT, right).view(self.shape)
 
     def term_norms(self) -> Tensor:
         """(B, G, T): ‖left_t‖·‖right_t‖, in float64."""
@@ -82,7 +80,8 @@ class Outer(Factor):
 
     def joined(self, other: Outer) -> Outer:
         """The gradient of a matrix used twice: more terms of the same kind, so nothing cancels that would not in truth."""
-        left, right = torch.cat([self.left, other.left], 2), torch.cat([self.right, other.right], 2)
+        mine, others, right, other_right = to_multiply(self.left, other.left, self.right, other.right)
+        left, right = torch.cat([mine, others], 2), torch.cat([right, other_right], 2)
         return Outer(left, right, self.shape, groups=True)
 
     @property
