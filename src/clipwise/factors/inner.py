@@ -16,7 +16,6 @@ from .dense import Dense
 from .outer import Outer
 from .rows import Rows
 
-
 _TENSOR_CORES = 4  # they cut sums off where others round them to the nearest number (Fasi et al. 2021), and keep two bits more
 
 
