@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
+from clipwise import numerics
+from clipwise.factors import Outer, sum_of
 from clipwise.numerics import product_roundoff
+from clipwise.planner import MemoryBudget
 from clipwise.testing import loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, examples
 
@@ -49,6 +52,14 @@ def by_the_loop(model, x):
         for i in range(len(x))
     ]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.fixture(autouse=True, params=["wide", "bf16 kept"])
+def storage(request, monkeypatch):
+    """How matrices in bf16 are held: in float32, or as they are, where a device multiplies them into float32 (here that is emulated)."""
+    if request.param == "bf16 kept":
+        monkeypatch.setattr(numerics, "_MIXED_PRODUCTS", {"cpu", "cuda"})
+    return request.param
 
 
 CONTEXTS = {
@@ -151,3 +162,61 @@ def test_tf32_may_be_switched_for_each_kind_of_operation(matmul, conv, for_produ
         torch.backends.cudnn.rnn.fp32_precision = rnn
         for backend, precision in zip(backends, before):
             backend.fp32_precision = precision
+
+
+def factor_sums(left, right):
+    return sum_of([Outer(left, right)])
+
+
+@pytest.mark.parametrize("way", ["keep", "gram", "tiles"])
+@pytest.mark.parametrize("terms", [1, 7, 64])
+def test_no_way_lets_more_through_than_the_bound(way, terms, monkeypatch):
+    """Each example alone, scaled to its bound by its measured norm: what is added never exceeds it, also where terms cancel."""
+    monkeypatch.setattr("clipwise.factors.ways.choose_way", lambda **_: way)
+    torch.manual_seed(terms)
+    left, right = torch.randn(40, terms, 24), torch.randn(40, terms, 16)
+    signs = torch.ones(terms)
+    signs[1::2] = -1
+    left[:20], right[:20] = left[:20, :1] * signs[:, None], right[:20, :1] * (1 + 1e-3 * torch.randn(20, terms, 1))  # they cancel
+    left[5:10] *= 1e6
+    right[10:15] *= 1e-6
+    total = factor_sums(left.bfloat16(), right.bfloat16())
+    norms = total.squared_norms(MemoryBudget(2**30)).sqrt()
+    for i in range(40):
+        weights = torch.zeros(40, dtype=torch.float64)
+        weights[i] = 0.3 / norms[i]
+        added = total.weighted_sum(weights)
+        assert added.dtype == torch.float32
+        assert float(added.double().norm()) <= 0.3 * (1 + 1e-6)
+        true = torch.einsum("tp,td->pd", left[i].bfloat16().double(), right[i].bfloat16().double()).norm()
+        assert float(norms[i]) >= float(true) * (1 - 1e-6)
+
+
+def test_matrices_in_bf16_are_not_copied(storage):
+    left, right = torch.randn(4, 5, 6).bfloat16(), torch.randn(4, 5, 3).bfloat16()
+    factor = Outer(left, right)
+    kept = storage == "bf16 kept"
+    assert (factor.left.dtype == torch.bfloat16) == kept and factor.dtype == torch.float32
+    assert (factor.left.data_ptr() == left.data_ptr()) == kept
+    assert Outer(left.half(), right.half()).left.dtype == torch.float32  # scaled down, float16 would underflow
+    assert Outer(left, right.float()).left.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_of_weight_zero_adds_nothing_in_bf16(bad):
+    left, right = torch.randn(4, 5, 6).bfloat16(), torch.randn(4, 5, 3).bfloat16()
+    left[1, 2, 3], right[2, 0, 0] = bad, bad
+    weights = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64)
+    found = Outer(left, right).weighted_sum(weights)
+    expected = torch.einsum("b,btp,btd->pd", weights[[0, 3]], left[[0, 3]].double(), right[[0, 3]].double())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_several_factors_of_one_weight_in_two_precisions():
+    torch.manual_seed(0)
+    parts = [(torch.randn(5, 3, 4).to(a), torch.randn(5, 3, 6).to(b)) for a, b in [(torch.bfloat16,) * 2, (torch.float32,) * 2]]
+    total = sum_of([Outer(left, right) for left, right in parts])
+    expected = sum(torch.einsum("btp,btd->bpd", left.double(), right.double()) for left, right in parts)
+    norms = total.squared_norms(MemoryBudget(0)).sqrt()
+    true = expected.flatten(1).norm(dim=1)
+    assert bool((norms >= true * (1 - 1e-6)).all()) and bool((norms <= true * 1.05).all())

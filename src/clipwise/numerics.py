@@ -45,6 +45,33 @@ def to_accumulate(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _WORKING else tensor.to(torch.float32)
 
 
+_MIXED_PRODUCTS = {"cuda"} if torch.version.hip is None else set()  # devices that multiply bf16 matrices into float32 ones
+
+
+def to_multiply(*tensors: Tensor) -> list[Tensor]:
+    """As matrices that are multiplied: bf16 stays bf16 where products leave it in float32, all else is in working precision.
+
+    (float16 does not: scaled down it may underflow.)
+    """
+    if all(tensor.dtype == torch.bfloat16 and tensor.device.type in _MIXED_PRODUCTS for tensor in tensors):
+        return list(tensors)
+    wide = [to_accumulate(tensor) for tensor in tensors]
+    common = torch.float64 if any(tensor.dtype == torch.float64 for tensor in wide) else torch.float32
+    return [tensor.to(common) for tensor in wide]
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in working precision: products of two bf16 numbers are exact in float32, and added up there."""
+    if left.dtype in _WORKING:
+        return left @ right
+    if not left.is_cuda:
+        return left.float() @ right.float()
+    if left.dim() == 2:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    shape = left.shape[:-2]
+    return torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32).unflatten(0, shape)
+
+
 def wider_dtype(tensor: Tensor) -> torch.dtype:
     """The precision in which products of two entries of `tensor` are exact (float64 stays float64)."""
     low = tensor.dtype in (torch.bfloat16, torch.float16)
@@ -76,7 +103,7 @@ def flat_rows(rows: Tensor) -> Tensor:
 
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
-    flat = flat_rows(to_accumulate(rows))
+    flat = flat_rows(rows if rows.is_cuda else to_accumulate(rows))
     if (flat.is_cuda or is_tracing()) and flat.shape[1]:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     return squared_norms(rows).sqrt()
@@ -119,10 +146,20 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
     `clean` says that no row holds NaN or Inf.
     """
-    rows = to_accumulate(rows)
-    exact = in_working_precision(weights, rows.dtype)
-    scaled = rows * exact.view(-1, *[1] * (rows.dim() - 1))
-    return scaled if clean else drop_rows(scaled, exact)
+    exact = in_working_precision(weights, accumulation_dtype(rows.dtype)).view(-1, *[1] * (rows.dim() - 1))
+    scaled = rows * exact
+    return scaled if clean else drop_rows(scaled, weights)
+
+
+def scale_stored(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
+    """`scale_rows`, in the precision of the rows: each product is rounded once, from float32."""
+    if rows.dtype in _WORKING:
+        return scale_rows(rows, weights, clean=clean)
+    if is_tracing():
+        return scale_rows(rows, weights, clean=clean).to(rows.dtype)
+    scaled = torch.empty_like(rows)
+    torch.mul(rows, in_working_precision(weights, torch.float32).view(-1, *[1] * (rows.dim() - 1)), out=scaled)
+    return scaled if clean else drop_rows(scaled, weights)
 
 
 def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 from .tracing import is_tracing
 
 _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a written-out gradient is not worth its memory
-_WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed
+_WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed; one of bf16 does not
+_BALANCE = 125  # operations on bf16 matrices in the time that one byte takes to the memory of a GPU (H200: 600e12 a second, 4.8e12 bytes)
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
@@ -69,15 +70,18 @@ def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: Me
     return numel <= _KEEP_UP_TO * held and budget.has(batch * numel * element_size)
 
 
-def choose_way(*, may_keep: bool, dense_flops: int, gram_flops: int | None) -> str:
-    """`keep`, `gram` or `tiles`, by floating-point operations an example.
+def choose_way(*, may_keep: bool, dense_flops: int, gram_flops: int | None, bf16_bytes: int = 0) -> str:
+    """`keep`, `gram` or `tiles`, by what an example costs.
 
     keep: write all gradients out once; their weighted sum then replaces the ordinary weight gradient, so it costs nothing
-    extra. gram: products of the terms, one more weight gradient later. tiles: write out a few examples at a time, measure,
-    forget; one more weight gradient later. `gram_flops` is None where no gram exists.
+    extra but the memory traffic. gram: products of the terms, one more weight gradient later. tiles: write out a few examples at a
+    time, measure, forget; one more weight gradient later. `gram_flops` is None where no gram exists. Where bf16 is multiplied by
+    matrix units, memory is what costs (`bf16_bytes`: of a written-out gradient); elsewhere arithmetic.
     """
+    penalty = 1 if bf16_bytes else _WIDE_PENALTY
+    costs = {"tiles": 2 * dense_flops + 2 * _BALANCE * bf16_bytes}
     if may_keep:
-        return "keep"
-    if gram_flops is not None and _WIDE_PENALTY * gram_flops < dense_flops:
-        return "gram"
-    return "tiles"
+        costs["keep"] = dense_flops + 3 * _BALANCE * bf16_bytes
+    if gram_flops is not None:
+        costs["gram"] = penalty * gram_flops + dense_flops
+    return min(costs, key=lambda way: costs[way])

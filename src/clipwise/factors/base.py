@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
+
 
 class Grouping(Protocol):
     """Sorts rows into examples: (R, ...) → (B, k, ...), k rows an example, empty places filled with zeros."""
@@ -94,6 +96,12 @@ class Factor(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of what it computes."""
+        return accumulation_dtype(self.stored_dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what it holds."""
         return self.tensors[0].dtype
 
     @property

@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import flat_rows, unit_roundoff, wider_dtype
+from ..numerics import flat_rows, product, to_accumulate, to_multiply, unit_roundoff, wider_dtype
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
 from .outer import Outer
 from .rows import Rows
+
+_TENSOR_CORES = 4  # they cut sums off where others round them to the nearest number (Fasi et al. 2021), and keep two bits more
 
 
 def inner(a: Factor, b: Factor) -> Tensor:
@@ -51,14 +53,17 @@ def inner_roundoff(factors: list[Factor]) -> float:
     to the product of the norms (Higham, Accuracy and Stability, Section 3.1); the sums over terms run in float64.
     """
     lengths = [factor.widths if isinstance(factor, Outer | Convolution) else factor.shape[1:].numel() for factor in factors]
+    stored = {factor.stored_dtype for factor in factors}
+    if stored == {torch.bfloat16}:
+        return _TENSOR_CORES * (max(lengths) + 2) * unit_roundoff(torch.float32)
     wide = unit_roundoff(wider_dtype(torch.empty((), dtype=factors[0].dtype, device="meta")))
     return (max(lengths) + 2) * wide
 
 
 def _outer_outer(a: Outer, b: Outer) -> Tensor:
     """Σ_ts ⟨left_t, left'_s⟩·⟨right_t, right'_s⟩, the gram of the paper's Section 5.5 for a = b."""
-    lefts = torch.matmul(_wide(a.left), _wide(b.left).mT)  # (B, G, T, T')
-    rights = torch.matmul(_wide(a.right), _wide(b.right).mT)
+    a_left, b_left, a_right, b_right = to_multiply(a.left, b.left, a.right, b.right)
+    lefts, rights = product(_wide(a_left), _wide(b_left).mT), product(_wide(a_right), _wide(b_right).mT)  # (B, G, T, T')
     return (lefts * rights).double().flatten(1).sum(1)
 
 
@@ -66,7 +71,7 @@ def _outer_rows(a: Outer, b: Rows) -> Tensor:
     """Σ_ts left_t[ids_s]·⟨right_t, rows_s⟩: a head tied to its embedding."""
     ids = b.ids[:, None, :].expand(-1, a.terms, -1)  # (B, T, S)
     picked = a.left[:, 0].gather(2, ids)
-    rights = torch.matmul(_wide(a.right[:, 0]), _wide(b.rows).mT)  # (B, T, S)
+    rights = torch.matmul(_wide(to_accumulate(a.right[:, 0])), _wide(b.rows).mT)  # (B, T, S)
     return (picked.double() * rights).flatten(1).sum(1)
 
 
@@ -85,4 +90,5 @@ def _rows_dense(a: Rows, b: Dense) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(wider_dtype(tensor))
+    """In the precision where products are exact; bf16 stays as it is, its products leave it in that precision."""
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.to(wider_dtype(tensor))

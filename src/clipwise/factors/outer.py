@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
+from ..numerics import drop_rows, in_working_precision, product, row_norms, scale_stored, to_multiply
 from .base import Factor, Grouping
 from .squares import Squares, known
 
@@ -27,10 +27,8 @@ class Outer(Factor):
             )
         self.batch, self.blocks = left.shape[0], left.shape[1] if groups else 1
         self.terms = left.shape[1 + groups : -1].numel()
-        self._sides = to_accumulate(left), to_accumulate(right)
-        if self._sides[0].dtype != self._sides[1].dtype:
-            common = torch.promote_types(self._sides[0].dtype, self._sides[1].dtype)
-            self._sides = self._sides[0].to(common), self._sides[1].to(common)
+        left, right = to_multiply(left, right)
+        self._sides = left, right
         default = (left.shape[-1], right.shape[-1])
         self.shape = torch.Size(shape if shape is not None else ((self.blocks, *default) if groups else default))
 
@@ -49,17 +47,17 @@ class Outer(Factor):
         return side
 
     def dense(self) -> Tensor:
-        return torch.matmul(self.left.mT, self.right).reshape(self.batch, *self.shape)
+        return product(self.left.mT, self.right).reshape(self.batch, *self.shape)
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact = in_working_precision(weights, self.dtype)
         left, right = self._sides if self.blocks == 1 else (self.left, self.right)
-        left, right = scale_rows(left, exact, clean=clean), right if clean else drop_rows(right, exact)
+        left, right = scale_stored(left, exact, clean=clean), right if clean else drop_rows(right, exact)
         if self.blocks == 1:
-            total = left.flatten(0, -2).t() @ right.flatten(0, -2)
+            total = product(left.flatten(0, -2).t(), right.flatten(0, -2))
             return total if total.shape == self.shape else total.view(self.shape)
         left, right = (side.transpose(0, 1).flatten(1, 2) for side in (left, right))  # (G, B·T, ·)
-        return torch.bmm(left.mT, right).view(self.shape)
+        return product(left.mT, right).view(self.shape)
 
     def term_norms(self) -> Tensor:
         """(B, G, T): ‖left_t‖·‖right_t‖, in float64."""
@@ -97,7 +95,8 @@ class Outer(Factor):
 
     def joined(self, other: Outer) -> Outer:
         """The gradient of a matrix used twice: more terms of the same kind, so nothing cancels that would not in truth."""
-        left, right = torch.cat([self.left, other.left], 2), torch.cat([self.right, other.right], 2)
+        mine, others, right, other_right = to_multiply(self.left, other.left, self.right, other.right)
+        left, right = torch.cat([mine, others], 2), torch.cat([right, other_right], 2)
         return Outer(left, right, self.shape, groups=True)
 
     @property

@@ -104,6 +104,8 @@ class FactorSum:
     def _rounded(self, second_pass: torch.dtype | None = None) -> float:
         """How far the inputs of the products that make up the sum are rounded."""
         rounded = product_roundoff(self.dtype, self.device, convolution=any(isinstance(f, Convolution) for f in self.factors))
+        if any(factor.stored_dtype == torch.bfloat16 for factor in self.factors):
+            rounded = max(rounded, unit_roundoff(torch.bfloat16) / 2)  # one of the two inputs, by being scaled
         return rounded if second_pass is None else max(unit_roundoff(second_pass), rounded)
 
     def _drift(self, rounded: float) -> float:

@@ -44,14 +44,15 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
     held, flops = sum(factor.elements for factor in factors), sum(factor.dense_flops for factor in factors)
     keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget)
     gram = _gram_flops(total) if inner_products_are_cheap(factors) else None
-    rule = choose_way(may_keep=keep, dense_flops=flops, gram_flops=None if _fits_at_once(total) else gram)
+    written = numel * element_size if all(factor.stored_dtype == torch.bfloat16 for factor in factors) else 0
+    rule = choose_way(may_keep=keep, dense_flops=flops, gram_flops=None if _fits_at_once(total) else gram, bf16_bytes=written)
     way, seconds = rule, None
     if TRIALS.times(total.device) and total.batch:
         names = _writing_out(total, keep, budget)
         if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
             names.append("gram")
         rule = next((name for name in names if name.startswith(rule)), names[0])
-        what = (tuple(factor.signature for factor in factors), total.dtype)
+        what = tuple((factor.signature, factor.stored_dtype) for factor in factors)
         way, seconds = TRIALS.fastest(what, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
         budget.take(total.batch * numel * element_size)
