@@ -61,8 +61,11 @@ def plain_way(method: str) -> Way:
 ORDINARY = "ordinary"
 
 
-def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP) -> dict[str, dict[str, float]]:
-    """{way: {milliseconds, times_ordinary, memory_times_ordinary}}; ORDINARY is one of the ways."""
+def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1) -> dict[str, dict[str, float]]:
+    """{way: {milliseconds, times_ordinary, memory_times_ordinary}}; ORDINARY is one of the ways.
+
+    The clock is read after `at_once` steps: a training loop does not wait for the device after each of them.
+    """
     first = case.build().to(DEVICE)
     size = sum(p.numel() * p.element_size() for p in first.parameters())
     made = {name: make(first if name == ORDINARY else copy.deepcopy(first), case) for name, make in ways.items()}
@@ -70,18 +73,19 @@ def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP
     x, y = (tensor.to(DEVICE) for tensor in case.batch())
     times: dict[str, list[float]] = {name: [] for name in runs}
     added = dict.fromkeys(runs, 0)
-    for _ in range(warm_up + steps):
+    for count in [1] * warm_up + [at_once] * (steps // at_once):
         for name, run in runs.items():
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
             start = time.perf_counter()
-            run(x, y)
+            for _ in range(count):
+                run(x, y)
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
                 added[name] = torch.cuda.max_memory_allocated() - before
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (time.perf_counter() - start) / count)
     medians = {name: statistics.median(values[warm_up:]) for name, values in times.items()}
     states = 4 * size  # weights, gradients, Adam's two moments
     found: dict[str, dict[str, float]] = {}

@@ -21,6 +21,7 @@ from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way,
 from wall_clock import CASES, DEVICE, Case, losses_of
 
 WARM_UP = 12  # a graph is there after six
+AT_ONCE = 5  # steps between two looks at the clock
 
 
 def recorded(model: nn.Module, case: Case) -> Step | None:
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP))
+    measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE))
 
 
 if __name__ == "__main__":
