@@ -154,8 +154,7 @@ class RecordedUpdate:
         held, before = self._held(sums), {parameter: dict(state) for parameter, state in optimizer.state.items()}
         source = _Registered(purposes(parameters, self._purpose), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        rates = [torch.zeros((), dtype=wide, device=device) for _ in optimizer.param_groups] if type(optimizer) in _RATE_AS_TENSOR else None
+        rates = [_rate(group, device) for group in optimizer.param_groups] if type(optimizer) in _RATE_AS_TENSOR else None
 
         def run() -> None:
             gradients = noised(
@@ -186,6 +185,12 @@ class RecordedUpdate:
             )
             return None
         return _Recorded(replay, source, deviation, rates, held)
+
+
+def _rate(group: dict[str, Any], device: torch.device) -> Tensor:
+    """Room for a learning rate. Fused kernels read it as float32."""
+    wide = not group.get("fused") and any(parameter.dtype == torch.float64 for parameter in group["params"])
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ..plots import new_figure, save_figure
 from .case import Case
 from .contenders import NXBP
 from .figure import Figure, Measured
+from .largest_batch import MOST
 from .timing import OUT_OF_MEMORY
 
 # Okabe & Ito's colours, which people who see fewer colours can tell apart
@@ -18,6 +20,7 @@ _COLOURS = {
     "compiled": "#009E73", "Opacus hooks": "#CC79A7", "Opacus ghost": "#8B5A83",
 }  # fmt: skip
 _MARKERS = "osD^vP*X"
+_LEGEND_ENTRY = 1.25  # inches
 
 
 def save_chart(figure: Figure, measured: Measured, path: Path, note: str) -> None:
@@ -41,7 +44,8 @@ def save_chart(figure: Figure, measured: Measured, path: Path, note: str) -> Non
         place.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("largest batch (log scale)" if figure.largest_batch else "seconds an epoch (log scale)")
     handles, labels = axes[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 7), frameon=False, fontsize=9)
+    lines = math.ceil(len(labels) * _LEGEND_ENTRY / canvas.get_size_inches()[0])
+    canvas.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(labels) / lines), frameon=False, fontsize=9)
     canvas.supxlabel("\n".join(textwrap.wrap(note, int(canvas.get_size_inches()[0] * 15))), fontsize=7.5, color="#555555")
     save_figure(canvas, path)
 
@@ -67,7 +71,9 @@ def _bars(place: Any, figure: Figure, measured: Measured, cases: list[Case], met
                 place.text(x, floor * 1.1, "out of memory", rotation=90, ha="center", va="bottom", fontsize=7, color=_COLOURS[method])
         for x, height, case in bars:
             if figure.largest_batch:
-                place.text(x, height * 1.04, f"{height:g}", ha="center", va="bottom", fontsize=8, color="#333333")
+                place.text(
+                    x, height * 1.04, f"{'≥ ' if height >= MOST else ''}{height:g}", ha="center", va="bottom", fontsize=8, color="#333333"
+                )
             else:
                 place.text(
                     x, height * 1.08, _faster(measured, case, method), rotation=90, ha="center", va="bottom", fontsize=7, color="#333333"

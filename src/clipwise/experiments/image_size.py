@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .case import Case
+from .contenders import COMPILED
 from .figure import Figure, Measured, Statement, spell
 
 
@@ -13,7 +14,7 @@ def cases(quick: bool) -> list[Case]:
 
 def _by_size(measured: Measured) -> str:
     parts = []
-    for method in ("ReweightGP", "bookkeep"):
+    for method in ("ReweightGP", "bookkeep", COMPILED):
         found = [(f"{case.label}²", measured.ratio(case, "nxBP", method)) for case in measured.cases()]
         parts.append(f"{method} {spell([(label, ratio) for label, ratio in found if ratio is not None])}")
     return "over nxBP: " + "; ".join(parts)
