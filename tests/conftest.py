@@ -4,6 +4,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # bf16 products hang
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports triton: kernels run without a GPU
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("clipwise", deadline=None, max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -281,3 +281,74 @@ def test_a_hundred_layers_in_tf32_are_not_taken_for_mixing():
         with cw.capture(model) as tape:
             losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         cw.clipped_loss(tape, losses, cw.flat(1.0))
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    from clipwise import kernels
+
+    monkeypatch.setattr(kernels, "DEVICES", {"cuda"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 1, 7, 33, 70), (3, 2, 200, 128, 257), (64, 1, 49, 300, 300), (2, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_the_kernel_for_sums_of_products(compiled_kernels, shape, dtype, tile):
+    from clipwise.kernels.outer import outer_squares
+
+    examples_, blocks, terms, p, d = shape
+    left = torch.randn(examples_, blocks, terms, p, device="cuda").to(dtype)
+    right = torch.randn(examples_, blocks, d, terms, device="cuda").to(dtype).mT
+    expected = torch.matmul(left.double().mT, right.double()).flatten(1).square().sum(1)
+    for tf32, tolerance in ((False, 2e-5), (True, 2e-5 if dtype != torch.float32 else 5e-3)):
+        torch.testing.assert_close(outer_squares(left, right, tile, tf32), expected, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "case", [(64, 56, 64, 3, 1, 1), (512, 7, 512, 3, 1, 1), (3, 64, 64, 7, 2, 1), (20, 12, 50, 5, 1, 1), (32, 14, 64, 3, 1, 4)], ids=str
+)
+def test_the_kernel_for_convolutions(compiled_kernels, case, layout):
+    from clipwise.kernels.convolution import convolution_gradients
+
+    channels, size, out, kernel, stride, groups = case
+    x = torch.randn(4, channels, size, size, device="cuda").to(memory_format=layout)
+    module = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups).cuda()
+    grad = torch.randn_like(module(x))
+    shape = list(module.weight.shape)
+    rows = [
+        torch.ops.aten.convolution_backward(
+            grad[i : i + 1].double(), x[i : i + 1].double(), module.weight.double(), None, [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups,
+            [False, True, False],
+        )[1]
+        for i in range(4)
+    ]  # fmt: skip
+    expected = torch.stack(rows)
+    for tile in (16, 32, 64):
+        squares, kept = convolution_gradients(
+            grad.unsqueeze(1), x.unsqueeze(1), shape, [stride] * 2, [kernel // 2] * 2, [1, 1], groups, tile, False, True
+        )
+        torch.testing.assert_close(squares, expected.flatten(1).square().sum(1), rtol=2e-5, atol=0)
+        assert float((kept.double() - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+@pytest.mark.filterwarnings("error:a faster way is left out")
+def test_whatever_is_fastest_is_right(compiled_kernels, monkeypatch):
+    """Ways are timed on the real tensors; kernels are among them, eagerly and in a graph."""
+    from clipwise import trials
+    from clipwise.factors import ways
+    from test_compiled import RECORDS, built, train
+
+    monkeypatch.setattr(ways, "TRIALS", trials.Trials())
+    build = lambda: nn.Sequential(
+        nn.Conv2d(2, 16, 3), nn.Tanh(), nn.Conv2d(16, 16, 3), nn.Flatten(2), nn.Linear(16, 5), nn.Flatten(), nn.Linear(80, 3)
+    )
+    x = examples(RECORDS, 2, 8, 8).cuda().float()
+    torch.backends.cudnn.allow_tf32, before = False, torch.backends.cudnn.allow_tf32
+    try:
+        runs = [train(built(build).float().cuda(), x, compiled=compiled, steps=9) for compiled in (False, True)]
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert any("kernel" in way for found in ways.TRIALS.outcomes.values() for seconds in found.values() for way in seconds)
+    assert float((runs[0][0] - runs[1][0]).norm()) <= 1e-4 * float(runs[0][0].norm())

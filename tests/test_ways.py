@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import clipwise as cw
-from clipwise import tracing, trials
+from clipwise import kernels, tracing, trials
 from clipwise.factors import Convolution, FactorSum, Geometry, Outer, Rows
 from clipwise.factors import ways as ways_module
 from clipwise.planner import MemoryBudget
@@ -67,6 +67,83 @@ def test_every_way_that_may_be_chosen_is_right(name, timed):
         squares = again.measured_by(way).now()
         torch.testing.assert_close(squares, dense.flatten(1).square().sum(1), rtol=1e-9, atol=0)
         torch.testing.assert_close(again.weighted_sum(weights), torch.einsum("b,b...->...", weights, dense), rtol=1e-9, atol=1e-12)
+
+
+def in_float32(factor):
+    if isinstance(factor, Convolution):
+        return Convolution(factor.grad.float(), factor.input.float(), factor.shape, factor.geometry)
+    return Outer(factor.left.float(), factor.right.float(), factor.shape, groups=True)
+
+
+@pytest.fixture
+def interpreted(timed, monkeypatch):
+    """Kernels on a CPU, by Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are compiled")
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    return timed
+
+
+def transposed():
+    geometry = Geometry((2, 1), (1, 0), (1, 2), 2, True, (1, 0))
+    module = nn.ConvTranspose2d(4, 6, (3, 2), (2, 1), (1, 0), (1, 0), 2, dilation=(1, 2)).double()
+    x = examples(B, 4, 5, 4)
+    return Convolution.of_rows(torch.randn_like(module(x)), x, module.weight.shape, geometry)
+
+
+@pytest.mark.parametrize(
+    "make", [convolution, lambda: convolution(groups=2), transposed, FACTORS["sequence"]], ids=["plain", "grouped", "transposed", "outer"]
+)
+def test_kernels_are_candidates_and_agree_with_their_twins(make, interpreted):
+    made = make()
+    exact = made[0] if isinstance(made, list) else made
+    total = FactorSum([in_float32(exact)])
+    total.measure(MemoryBudget())
+    ((seconds,),) = [list(found.values()) for found in ways_module.TRIALS.outcomes.values()]
+    names = [name for name in seconds if "kernel" in name]
+    assert len(names) == (3 if isinstance(exact, Outer) else 6) and all(seconds[name] < float("inf") for name in names)
+    weights = torch.rand(B)
+    for name in names:
+        again = FactorSum(total.factors)
+        squares, dense = again.measured_by(name).now(), exact.dense()
+        true = dense.flatten(1).square().sum(1)
+        assert bool((squares >= true * (1 - 1e-6)).all()) and bool((squares <= true * (1 + 1e-3)).all())
+        found = again.weighted_sum(weights)
+        torch.testing.assert_close(found.double(), torch.einsum("b,b...->...", weights.double(), dense), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_kernel_that_disagrees_with_its_twin_or_fails_is_left_out(fault, interpreted, monkeypatch):
+    def faulty(self, tile, keep=False):
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        return torch.ones(B, dtype=torch.float64), None
+
+    monkeypatch.undo()
+    monkeypatch.setattr(trials, "DEVICES", {"cpu"})
+    monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(Outer, "by_kernel", faulty)
+    total = FactorSum([in_float32(FACTORS["sequence"]()[0])])
+    with pytest.warns(UserWarning, match="no such instruction" if fault == "raises" else "other norms than its plain twin"):
+        total.measure(MemoryBudget())
+    assert "kernel" not in total.way
+
+
+def test_a_network_is_clipped_right_by_kernels(interpreted):
+    seconds, _ = interpreted
+    seconds.update(dict.fromkeys(range(5, 60), 0.0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(2), nn.Linear(36, 3))
+    x = examples(5, 2, 8, 8).float()
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    expected, _ = clip_and_add(loop_gradients(model, [x.double()]), 0.5)
+    for name, total in found.items():
+        torch.testing.assert_close(total.double(), expected[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("fastest", range(1, 4))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,12 @@ import torch
 from .tracing import is_tracing
 
 DEVICES = {"cuda"}
+
+
+class Unusable(Exception):
+    """A way that cannot be taken here, and why."""
+
+
 _RUNS = 3  # after one that chooses kernels and finds memory
 
 
@@ -26,7 +33,7 @@ _RUNS = 3  # after one that chooses kernels and finds memory
 class Trials:
     """What was found, by what was computed and about how many examples at once."""
 
-    outcomes: dict[Hashable, dict[int, dict[str, float]]] = field(default_factory=dict)  # seconds of each way
+    outcomes: dict[Hashable, dict[int, dict[str, float]]] = field(default_factory=dict)  # seconds of each way; ∞: unusable
     for_graphs: dict[Hashable, str] = field(default_factory=dict)
 
     def times(self, device: torch.device) -> bool:
@@ -39,32 +46,34 @@ class Trials:
         if len(ways) < 2 or not self.times(device):
             return rule, None
         about = 2 ** max(0, math.ceil(math.log2(max(batch, 1))))
-        key = (what, tuple(sorted(ways)), device)
-        found = self.outcomes.setdefault(key, {})
+        found = self.outcomes.setdefault((what, device), {})
         if is_tracing():
-            if (key, batch) not in self.for_graphs:
-                nearest = min(found, key=lambda size: abs(math.log2(size / about)), default=None)
-                self.for_graphs[key, batch] = rule if nearest is None else _least(found[nearest])
-            return self.for_graphs[key, batch], None
+            key = (what, device, batch, tuple(ways))
+            if key not in self.for_graphs:
+                nearest = min(found, key=lambda size: abs(math.log2(size / about)), default=about)
+                self.for_graphs[key] = _least(found.get(nearest, {}), ways, rule)
+            return self.for_graphs[key], None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return rule, None
-        if about not in found:
-            found[about] = {way: seconds for way, run in ways.items() if (seconds := _seconds(run, device)) is not None}
-        if not found[about]:
-            return rule, None
-        way = _least(found[about])
-        return way, found[about][way]
+        seconds = found.setdefault(about, {})
+        for way, run in ways.items():
+            if way not in seconds:
+                seconds[way] = _seconds(run, device)
+        way = _least(seconds, ways, rule)
+        return way, seconds[way] if seconds.get(way, math.inf) < math.inf else None
 
 
 TRIALS = Trials()
 
 
-def _least(seconds: Mapping[str, float]) -> str:
-    return min(seconds, key=lambda way: seconds[way])
+def _least(seconds: Mapping[str, float], ways: Iterable[str], rule: str) -> str:
+    """The fastest of those that may be taken, if one was usable."""
+    usable = [way for way in ways if seconds.get(way, math.inf) < math.inf]
+    return min(usable, key=lambda way: seconds[way]) if usable else rule
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float | None:
-    """The median of a few runs, of which the device has finished each; None where memory does not suffice."""
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median of a few runs, of which the device has finished each; ∞ where memory does not suffice, or it cannot be run."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     times = []
     try:
@@ -75,5 +84,8 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float | None:
             wait(device)
             times.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
-        return None
+        return math.inf
+    except Unusable as why:
+        warnings.warn(f"a faster way is left out: {why}", stacklevel=2)
+        return math.inf
     return statistics.median(times[1:])

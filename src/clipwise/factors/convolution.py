@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, row_norms, scale_rows, to_accumulate
+from ..numerics import drop_rows, in_working_precision, rounds_to_tf32, row_norms, scale_rows, to_accumulate
 from ..tracing import is_tracing
 from .base import Factor, Grouping
 from .outer import Outer
@@ -86,6 +86,16 @@ class Convolution(Factor):
         slid, still = (self.grad, self.input) if self.geometry.transposed else (self.input, self.grad)
         windows = self._windows(slid[:, 0], still.shape[3:]).reshape(self.batch, self.shape[1:].numel(), -1)  # (B, d, L)
         return torch.bmm(still.reshape(self.batch, self.shape[0], -1), windows.mT).view(self.batch, *self.shape)
+
+    def by_kernel(self, tile: int, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Squared norms, (B,) in float64, and the gradients, (B, *shape), if they are kept."""
+        from ..kernels.convolution import convolution_gradients
+
+        slid, still = (self.grad, self.input) if self.geometry.transposed else (self.input, self.grad)
+        how, tf32 = self.geometry, rounds_to_tf32(by_cudnn=True)
+        sizes = [list(self.shape), list(how.stride), list(how.padding), list(how.dilation)]
+        squares, kept = convolution_gradients(still, slid, *sizes, how.groups, tile, tf32, keep)
+        return squares, kept if keep else None
 
     def as_outer(self) -> Outer:
         """The same gradients as Σ over windows of (values at the window's place) ⊗ (window).

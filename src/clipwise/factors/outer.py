@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, product, row_norms, scale_stored, to_multiply
+from ..numerics import drop_rows, in_working_precision, product, rounds_to_tf32, row_norms, scale_stored, to_multiply
 from .base import Factor, Grouping
 from .squares import Squares, known
 
@@ -69,6 +69,12 @@ class Outer(Factor):
         if (self.blocks, self.terms) == (1, 1):
             return Squares(row_norms(self._sides[0]) * row_norms(self._sides[1]))
         return known(self.term_norms().square().flatten(1).sum(1))
+
+    def by_kernel(self, tile: int, keep: bool = False) -> tuple[Tensor, None]:
+        """Squared norms, (B,) in float64. Nothing is written out, so nothing is kept."""
+        from ..kernels.outer import outer_squares
+
+        return outer_squares(self.left, self.right, tile, rounds_to_tf32(by_cudnn=False)), None
 
     def mass(self) -> Tensor:
         norms = self.term_norms().sum(2)  # (B, G)

@@ -84,6 +84,8 @@ class FactorSum:
     def measured_by(self, named: str) -> Squares:
         """By a way of ways.py: `keep`, `tiles`, `gram` …, or `keep by windows` where a convolution's gradients are written out."""
         way, _, kernel = named.partition(" by ")
+        if "kernel of " in named:
+            return self._by_kernel(way == "keep", int(named.rpartition(" ")[2]))
         if kernel:
             for factor in self.factors:
                 assert isinstance(factor, Convolution)
@@ -96,6 +98,15 @@ class FactorSum:
             return measured
         rounded = self._rounded()
         return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
+
+    def _by_kernel(self, keep: bool, tile: int) -> Squares:
+        [factor] = self.factors
+        assert isinstance(factor, Outer | Convolution)
+        squares, kept = factor.by_kernel(tile, keep)
+        if kept is not None:
+            self._kept = Dense(kept)
+            return known(squares).rounded_up(1 + _ACCUMULATION * unit_roundoff(torch.float32))
+        return self._as_added(known(squares), self._rounded())
 
     def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
         """Squared norms that add up to that of the whole: here one."""

@@ -5,7 +5,10 @@ keep                     write all gradients out once; their weighted sum replac
 tiles                    write out a few examples at a time, measure, forget; one more weight gradient later
 gram                     products of the terms; one more weight gradient later
 
-A convolution's gradients are written out `by windows` (copied, then one product) or `by groups` (a convolution with groups = B).
+kernel                   form them inside the chip, measure, forget (Triton); one more weight gradient later
+
+A convolution's gradients are written out `by windows` (copied, then one product), `by groups` (a convolution with groups = B) or
+`by kernel`. A kernel's tiles may have several sizes: `kernel of 64`.
 """
 
 from __future__ import annotations
@@ -16,17 +19,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels import CONVOLUTION_TILES, OUTER_TILES, are_available
 from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
-from ..trials import TRIALS
+from ..trials import TRIALS, Unusable
 from .convolution import Convolution
 from .dense import Dense
 from .inner import inner_products_are_cheap
 from .outer import Outer
 from .rows import Rows
+from .squares import Squares
 
 if TYPE_CHECKING:
     from .sums import FactorSum
 
+_TWINS = 2e-2  # a kernel and its plain twin differ by rounding alone; bf16 and TF32 round coarsely
 _HOPELESS = 16  # a gram that takes so many times the operations of writing out is not tried
 
 
@@ -51,6 +57,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         names = _writing_out(total, keep, budget)
         if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
             names.append("gram")
+        names += _kernels(total, keep)
         rule = next((name for name in names if name.startswith(rule)), names[0])
         what = tuple((factor.signature, factor.stored_dtype) for factor in factors)
         way, seconds = TRIALS.fastest(what, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
@@ -70,12 +77,41 @@ def _writing_out(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str
     return [f"{way} by {kernel}" for way in ways for kernel in kernels]
 
 
+def _kernels(total: FactorSum, keep: bool) -> list[str]:
+    """One name for each size of tiles."""
+    [single, *others] = total.factors
+    if others or not isinstance(single, Outer | Convolution) or not are_available(single.device, single.stored_dtype):
+        return []
+    if isinstance(single, Outer):
+        return [f"kernel of {tile}" for tile in OUTER_TILES]
+    return [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
+
+
+def _checked(total: FactorSum, way: str) -> Squares:
+    """What a kernel finds, held against its plain twin."""
+    try:
+        found = total.measured_by(way)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Unusable(f"{way}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    expected = type(total)(total.factors).measured_by("tiles")
+    a, b = found.now(), expected.now()
+    agree = torch.isclose(a, b, rtol=_TWINS, atol=_TWINS * float(b.nan_to_num(0, 0, 0).amax())) | ~b.isfinite()
+    if not bool(agree.all()):
+        raise Unusable(f"{way} finds other norms than its plain twin")
+    return found
+
+
 def _trial(total: FactorSum, way: str) -> Callable[[], Tensor]:
-    """Norms and weighted sum: what a step needs."""
+    """Norms and weighted sum: what a step needs. A kernel is checked on its first run."""
+    unchecked = "kernel" in way
 
     def run() -> Tensor:
+        nonlocal unchecked
         other = type(total)(total.factors)
-        squares = other.measured_by(way)
+        squares = _checked(other, way) if unchecked else other.measured_by(way)
+        unchecked = False
         weights = torch.ones(total.batch, dtype=total.dtype, device=total.device)
         return squares.value.sum() + other.weighted_sum(weights, clean=True).sum()
 

@@ -1,0 +1,89 @@
+"""Kernels under Triton's interpreter, on a CPU, against float64. On a GPU: test_cuda.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
+
+from clipwise.kernels.convolution import convolution_gradients
+from clipwise.kernels.outer import outer_squares
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("shape", [(3, 1, 7, 5, 9), (2, 2, 40, 33, 70), (1, 1, 1, 1, 1), (4, 3, 17, 64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter does not multiply bf16
+def test_norms_of_sums_of_products(shape, tile, dtype):
+    examples, blocks, terms, p, d = shape
+    left, right = torch.randn(examples, blocks, terms, p).to(dtype), torch.randn(examples, blocks, terms, d).to(dtype)
+    found = outer_squares(left, right, tile, False)
+    expected = torch.matmul(left.double().mT, right.double()).flatten(1).square().sum(1)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+
+
+def test_views_and_extremes():
+    """Any strides; numbers whose squares overflow or vanish in float32; an example that is not finite, and no other, is not."""
+    left, right = torch.randn(4, 9, 6, 1).permute(0, 3, 2, 1), torch.randn(4, 1, 6, 5)
+    left[0] *= 1e30
+    left[1] *= 1e-30
+    left[2, 0, 3, 4] = torch.inf
+    found = outer_squares(left, right, 32, True)
+    expected = torch.matmul(left.double().mT, right.double()).flatten(1).square().sum(1)
+    torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=2e-5, atol=0)
+    assert not bool(found[2].isfinite())
+    zero = outer_squares(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 32, False)
+    assert torch.equal(zero, torch.zeros(2, dtype=torch.float64))
+
+
+CONVOLUTIONS = {
+    "1d": dict(x=(3, 4, 11), w=(6, 4, 3), stride=2, padding=1),
+    "2d": dict(x=(2, 3, 9, 8), w=(5, 3, 3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    "2d groups": dict(x=(2, 8, 6, 6), w=(12, 2, 3, 3), padding=1, groups=4),
+    "depthwise": dict(x=(2, 6, 5, 5), w=(6, 1, 3, 3), groups=6),
+    "pointwise": dict(x=(2, 20, 4, 4), w=(35, 20, 1, 1)),
+    "3d": dict(x=(2, 2, 5, 6, 4), w=(3, 2, 2, 3, 2), stride=(1, 2, 1), padding=(0, 1, 1)),
+    "wide": dict(x=(2, 20, 7, 7), w=(40, 20, 3, 3), padding=1),
+}
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_gradients_of_convolution_kernels(name, tile):
+    case = dict(CONVOLUTIONS[name])
+    dims = len(case["x"]) - 2
+    x, w = torch.randn(case.pop("x")), torch.randn(case.pop("w"))
+    how = {
+        key: [v] * dims if isinstance(v := case.get(key, default), int) else list(v)
+        for key, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+    }
+    groups = case.get("groups", 1)
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+    grad = torch.randn_like(convolve(x, w, **case))
+    rows = []
+    for i in range(len(x)):
+        kernel = w.double().requires_grad_()
+        rows.append(torch.autograd.grad(convolve(x[i : i + 1].double(), kernel, **case), kernel, grad[i : i + 1].double())[0])
+    expected = torch.stack(rows)
+    arguments = (list(w.shape), how["stride"], how["padding"], how["dilation"], groups, tile, False)
+    squares, kept = convolution_gradients(grad.unsqueeze(1), x.unsqueeze(1), *arguments, True)
+    torch.testing.assert_close(squares, expected.flatten(1).square().sum(1), rtol=2e-5, atol=0)
+    torch.testing.assert_close(kept.double(), expected, rtol=2e-4, atol=2e-5)
+    alone, nothing = convolution_gradients(grad.unsqueeze(1), x.unsqueeze(1), *arguments, False)
+    assert torch.equal(alone, squares) and nothing.numel() == 0
+
+
+def test_several_images_an_example_in_any_layout():
+    x, grad = torch.randn(2, 3, 4, 6, 6), torch.randn(2, 3, 5, 4, 4)
+    shape, one = [5, 4, 3, 3], [1, 1]
+    expected = torch.stack([
+        sum(torch.ops.aten.convolution_backward(grad[i, j, None].double(), x[i, j, None].double(), torch.zeros(shape).double(), None, one, [0, 0], one, False, [0, 0], 1, [False, True, False])[1] for j in range(3))
+        for i in range(2)
+    ])  # fmt: skip
+    channels_last = x.movedim(2, -1).contiguous().movedim(-1, 2)
+    for images in (x, channels_last):
+        squares, kept = convolution_gradients(grad, images, shape, one, [0, 0], one, 1, 16, False, True)
+        torch.testing.assert_close(kept.double(), expected, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(squares, expected.flatten(1).square().sum(1), rtol=2e-5, atol=0)
