@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,8 +97,10 @@ def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP
     return found
 
 
-def measure_cases(title: str, names: list[str], measured: Callable[[Case], dict[str, dict[str, float]]]) -> None:
-    """Measure, print and write. Cases that this machine cannot run are left out, and named."""
+def measure_cases(
+    title: str, names: list[str], measured: Callable[[Case], dict[str, dict[str, float]]]
+) -> tuple[Path, dict[str, dict[str, dict[str, float]]]]:  # fmt: skip
+    """Measure, print and write; where, and what. Cases that this machine cannot run are left out, and named."""
     torch.backends.cuda.matmul.allow_tf32 = True
     results: dict[str, Any] = {"machine": machine(), "cases": {}}
     print(f"{'case':26s} {'way':22s} {'ms a step':>10s} {'x ordinary':>11s} {'memory':>7s}")
@@ -114,7 +117,7 @@ def measure_cases(title: str, names: list[str], measured: Callable[[Case], dict[
                   f"{row.get('memory_times_ordinary', float('nan')):7.2f}", flush=True)  # fmt: skip
         gc.collect()
         torch.cuda.empty_cache()
-    write_results(title, results)
+    return write_results(title, results), results["cases"]
 
 
 def main() -> None:

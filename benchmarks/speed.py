@@ -1,22 +1,28 @@
 """Private steps over ordinary ones, eager and as graphs: forward pass to updated weights, Adam, in turns in one run.
 
-    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 40] [--ways ordinary "private, traced" …]
+    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 60] [--ways ordinary "private, traced" …]
 
 ordinary                an ordinary eager step
 ordinary, graph         the same recorded as a CUDA graph (Adam with capturable=True)
 private                 PrivateTraining's eager loop: clipping, checks, ledger, noise
 private, traced         private.compile(backend="eager"): the graph as it was traced, on a GPU replayed
 private, compiled       private.compile(): by Inductor, on a GPU replayed
+Opacus hooks, ghost     where it is installed, on the cases in float32 whose layers it takes
+
+Writes a table as JSON, and a plot beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_step
+from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
 from wall_clock import CASES, DEVICE, Case, losses_of
 
@@ -63,23 +69,63 @@ def compiled_way(backend: str) -> Way:
     return make
 
 
+def peer_way(name: str) -> Way:
+    def make(model: nn.Module, case: Case) -> Step | None:
+        if available(name) is not None or case.bf16:
+            return None
+        try:
+            own = for_opacus(model)
+            return make_step(name, own, torch.optim.Adam(own.parameters(), lr=1e-5), len(case.batch()[1]))
+        except Exception as error:  # it refuses a layer
+            print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0])
+            return None
+
+    return make
+
+
+def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Times an ordinary eager step, one group of bars a case."""
+    ways = list(dict.fromkeys(way for rows in cases.values() for way in rows))
+    figure = new_figure()
+    figure.set_size_inches(max(7.0, 1.2 + len(cases) * (0.4 + 0.2 * len(ways))), 4.4)
+    axes = figure.add_subplot()
+    width = 0.84 / len(ways)
+    for number, way in enumerate(ways):
+        bars = [
+            (place - 0.42 + (number + 0.5) * width, rows[way]["times_ordinary"]) for place, rows in enumerate(cases.values()) if way in rows
+        ]
+        axes.bar([x for x, _ in bars], [height for _, height in bars], 0.92 * width, label=way, color=_COLOURS[number % len(_COLOURS)])
+        for x, height in bars:
+            axes.text(x, height * 1.04, f"{height:.2g}", ha="center", va="bottom", fontsize=7, rotation=90)
+    axes.axhline(1.0, color="#999999", linewidth=1)
+    axes.set(yscale="log", ylabel="times an ordinary eager step (log scale)")
+    axes.margins(y=0.12)
+    axes.set_xticks(range(len(cases)), [name.replace(" ", "\n", 1) for name in cases], fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
 WAYS: dict[str, Way] = {
     ORDINARY: plain_way("non-private"),
     "ordinary, graph": recorded,
     "private": private_way(),
     "private, traced": compiled_way("eager"),
     "private, compiled": compiled_way("inductor"),
+    **{name: peer_way(name) for name in OPACUS},
 }
+_COLOURS = ("#999999", "#444444", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#8B5A83")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE))
+    path, cases = measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE))
+    draw(path.with_suffix(".png"), cases)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import numerics
-from clipwise.factors import Outer, sum_of
+from clipwise.factors import FactorSum, Outer, sum_of
 from clipwise.numerics import product_roundoff
 from clipwise.planner import MemoryBudget
 from clipwise.testing import loop_gradients, squared_output
@@ -220,3 +220,23 @@ def test_several_factors_of_one_weight_in_two_precisions():
     norms = total.squared_norms(MemoryBudget(0)).sqrt()
     true = expected.flatten(1).norm(dim=1)
     assert bool((norms >= true * (1 - 1e-6)).all()) and bool((norms <= true * 1.05).all())
+
+
+@pytest.mark.parametrize("way", ["tiles", "gram"])
+def test_errors_that_add_up_in_the_direction_of_the_gradient_are_covered(way):
+    """Terms that cancel, and that rounding moves all the same way: the error is parallel to what is left, and as large."""
+    values = (1 + torch.arange(128) / 128).bfloat16()
+    found = []
+    for weight in torch.linspace(0.3, 0.99, 60).tolist():
+        scaled = values.float() * weight
+        error = (scaled.bfloat16().float() - scaled) / scaled
+        up, down = float(values[error.argmax()]), float(values[error.argmin()])
+        for number in (40, 100, 200, 300):
+            for extra in range(-2, 3):
+                others = round(number * up / down) + extra
+                left = torch.tensor([up] * number + [down] * others).bfloat16().view(1, -1, 1)
+                right = torch.tensor([1.0] * number + [-1.0] * others).bfloat16().view(1, -1, 1)
+                total = FactorSum([Outer(left, right)])
+                norm = float(total.measured_by(way).now().sqrt())
+                found.append(float(total.weighted_sum(torch.tensor([weight], dtype=torch.float64)).abs()) / (weight * norm))
+    assert max(found) <= 1 + 1e-6

@@ -195,6 +195,18 @@ def test_weights_that_a_replay_changes_have_another_version():
     private.close()
 
 
+def test_a_foreign_gradient_is_refused_also_by_the_step_that_records(recordings):
+    model = built(MLP)
+    step, private = begun(model)
+    with pytest.raises(cw.ForeignGradient):
+        for _ in range(12):
+            if private.ledger.spent > 4 and step.graphs.variants:
+                model[0].weight.grad = torch.ones_like(model[0].weight)
+            step(examples(12, 4), torch.arange(12) % 3)
+    assert len(recordings) == 1
+    private.close()
+
+
 def test_hooks_and_penalties_are_heard(recordings):
     """Whoever listens to the step hears every one; then it is made eagerly."""
     model = built(MLP)
@@ -226,22 +238,118 @@ def test_what_no_graph_can_do_is_done_eagerly(noise, recordings):
     private.close()
 
 
-def test_a_step_that_would_begin_anew_with_every_replay_is_not_recorded(recordings, monkeypatch):
-    """Momentum that is missing would be made inside the graph, and be zero in every step."""
-
-    def captured(run, generators=()):
-        run()
-        return run
-
-    monkeypatch.setattr(update, "captured", captured)
-    model = built(MLP)
-    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9), plan_for(40), own_batches=True)
+def go(optimizer, *, model=None, steps=9, each=None, plan=None):
+    """A compiled step of batches that the caller makes, after some steps."""
+    model = model or built(MLP)
+    optimizer = optimizer(model)
+    private = cw.PrivateTraining(model, optimizer, plan or plan_for(60), own_batches=True)
     step = private.compile(lambda model, x: model(x).square().sum(1), rows=12, backend="eager")
-    (optimizer,) = step._updates.optimizers
-    with pytest.warns(UserWarning, match=r"noise and SGD.step\(\) are not part of the graph: .*new state"):
-        for _ in range(9):
-            for state in optimizer.state.values():
-                state["momentum_buffer"] = None
-            step(examples(12, 4))
-    assert not step._recorded[0]._found and all(state["momentum_buffer"] is not None for state in optimizer.state.values())
+    for number in range(steps):
+        if each is not None:
+            each(number, optimizer)
+        step(examples(12, 4))
+    return step, private, model, optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9), lambda m: torch.optim.Adam(m.parameters(), lr=0.01)]
+)
+def test_state_that_is_missing_is_made_by_an_eager_step(make, recordings, monkeypatch):
+    """Inside a graph it would begin anew with every replay; on a GPU it would not even be written."""
+    step, private, _, optimizer = go(make, steps=9, each=lambda number, optimizer: optimizer.state.clear())
+    assert not recordings
+    for _ in range(4):
+        step(examples(12, 4))
+    assert len(recordings) == 1 and step._recorded[0]._left == update._MOST_RECORDINGS - 1
+
+    def interrupted(run, generators=()):
+        optimizer.state[nn.Parameter(torch.zeros(1))] = {"step": torch.zeros(())}
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setattr(update, "captured", interrupted)
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.warns(UserWarning, match="not part of the graph: RuntimeError: no graph today"):
+        step(examples(12, 4))
+    assert len(optimizer.state) == 4 and optimizer.param_groups[0]["lr"] == 0.01
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    assert all(count.dtype == torch.float32 for count in steps)  # back on the host, as the optimizer made them
+    private.close()
+
+
+def test_a_step_that_failed_does_not_count_twice(recordings, monkeypatch):
+    """What was clipped waits in tensors that the next replay writes over."""
+    model = nn.Linear(4, 1, bias=False).double()
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(60), own_batches=True)
+    step = private.compile(lambda model, x: 100 * model(x).sum(1), rows=12, backend="eager")
+    for _ in range(9):
+        step(examples(12, 4))
+    real = private._progress.count
+    monkeypatch.setattr(private._progress, "count", lambda draw: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError):
+        step(torch.ones(12, 4).double())
+    monkeypatch.setattr(private._progress, "count", real)
+    released = []
+    release = update.RecordedUpdate.release
+    monkeypatch.setattr(
+        update.RecordedUpdate, "release", lambda *args: (released.append([t.clone() for t in args[3].values()]), release(*args))
+    )
+    monkeypatch.setattr(private._updates, "release", lambda *args: released.append([t.clone() for t in args[2].values()]))
+    step(-torch.ones(5, 4).double())
+    assert abs(float(released[0][0].norm()) - 0.3 * (12 - 5)) < 1e-9
+    private.close()
+
+
+def test_gradients_of_frozen_parameters_are_not_taken_up(recordings):
+    model = built(MLP)
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = model[0].weight.detach().clone()
+
+    def each(number, optimizer):
+        model[0].weight.grad = torch.ones_like(before)
+
+    _, private, _, _ = go(lambda m: torch.optim.SGD(m.parameters(), lr=1.0), model=model, each=each)
+    assert recordings and torch.equal(model[0].weight, before)
+    private.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_learning_rates_in_tensors_are_followed(kind, recordings):
+    def each(number, optimizer):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    _, private, _, _ = go(lambda m: kind(m.parameters(), lr=torch.tensor(0.1), foreach=False), each=each, steps=12)
+    assert len(recordings) > 3
+    private.close()
+
+
+def test_a_learning_rate_of_one_entry(recordings):
+    _, private, _, _ = go(lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor([0.01]), foreach=False), steps=12)
+    assert len(recordings) == 1 and private.ledger.spent == 12
+    private.close()
+
+
+def test_a_parameter_that_changes_its_group_is_noticed(recordings):
+    def each(number, optimizer):
+        if number == 10:
+            first, second = optimizer.param_groups
+            first["params"].append(second["params"].pop(0))
+
+    make = lambda m: torch.optim.SGD([{"params": [m[0].weight]}, {"params": [m[0].bias, *m[2].parameters()], "lr": 0.5}], lr=0.1)
+    _, private, _, _ = go(make, each=each, steps=13)
+    assert len(recordings) == 2
+    private.close()
+
+
+def test_a_step_that_was_wrapped_is_called_every_time(recordings):
+    calls = []
+
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = optimizer.step
+        optimizer.step = lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))
+        return optimizer
+
+    _, private, _, _ = go(make, steps=12)
+    assert len(calls) == 12 and not recordings
     private.close()

@@ -21,7 +21,6 @@ class Experience:
     examples_tried: int = 0  # in reruns that found no mixing
     steps: int = 0
     explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when the model was verified
-    examples: int = 0  # then
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def is_time_to_look_again(self) -> bool:

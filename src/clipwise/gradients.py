@@ -190,12 +190,11 @@ class ExampleGradients:
             calls = tuple(dict.fromkeys(self._calls.get(key, ())))
             total = self._sums.get(key)
             if total is not None:
-                return Explained(name, calls, total.summary, total.way, seconds.get(key), total.kept_bytes)
+                return Explained(name, calls, total.summary, total.way, seconds.get(key), total.kept_bytes // max(self.batch, 1))
             pulled = self._pulled is not None and key in self._pulled.inputs
             return Explained(name, calls, "through other weights", "pulled back", None, 0) if pulled else None
 
         self._experience.explained = [found for key, name in self._marks.names.items() if (found := row(key, name)) is not None]
-        self._experience.examples = self.batch
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}

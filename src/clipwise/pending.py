@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -38,11 +38,17 @@ class Pending:
     rows: list[Footprint] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)  # optimizers that have taken their part
 
+    def own(self) -> None:
+        """Copy what lies in a graph's outputs: the next replay writes over them."""
+        self.sums = {key: total.clone() for key, total in self.sums.items()}
+        for handed in self.handed:
+            handed.clipped = replace(handed.clipped, weights=handed.clipped.weights.clone(), finite=handed.clipped.finite.clone())
+
     def add(self, handed: Handed) -> None:
         handed.done = True
         for parameter, total in zip(handed.parameters, handed.clipped.sums.values()):
             key = id(parameter)
-            self.sums[key] = self.sums[key].add_(total) if key in self.sums else total
+            self.sums[key] = self.sums[key] + total if key in self.sums else total
         handed.clipped.sums.clear()
         self.entries += handed.entries
         self.handed.append(handed)

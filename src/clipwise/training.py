@@ -220,8 +220,7 @@ class PrivateTraining:
 
     def explain(self) -> None:
         """Print how the norms of each parameter's gradients are evaluated, and what that takes: call, shape, way, time, memory."""
-        experience = experience_of(self._modules)
-        print(table(experience.explained, experience.examples))
+        print(table(experience_of(self._modules).explained, self.plan.batch_size))
 
     def report(self) -> Any:
         """The privacy statement of this training: report.markdown(), .json(), .plot(path), .save(folder)."""

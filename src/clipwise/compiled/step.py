@@ -46,6 +46,7 @@ class CompiledStep:
         if variant is None:
             self._eager_step(batch)
         else:
+            self._intake.pending.own()  # of a step that failed
             clipped = self.graphs.clipped(variant, batch, self._bound)
             parameters = self._updates.by_name()
             self._intake.hand_in(clipped, [parameters[name] for name in variant.names], batch.inputs)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as torch_optimizer
 
 from ..noise import noised, purposes
@@ -25,7 +25,7 @@ from ..tracing import NotTraceable
 from ..updates import Updates
 from .recording import DEVICES, captured
 
-_KNOWN = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
+_KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
 _MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
 _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
@@ -69,7 +69,7 @@ class RecordedUpdate:
 
     def is_ready(self, sums: Mapping[int, Tensor]) -> bool:
         """Whether `release` may be called for these sums; else the step is to be made eagerly."""
-        if not self._left or not self._can_be_recorded():
+        if not self._left or not self._can_be_recorded() or not self._has_state():
             return False
         self._steps_beside_parameters()
         key = self._key(self._held(sums))
@@ -80,7 +80,9 @@ class RecordedUpdate:
             if self._now is not None:
                 self._found = {other: found for other, found in self._found.items() if other[0] == key[0]}
                 self._found[key] = self._now
-        return self._now is not None
+            if not self._left:
+                self._steps_to_host()
+        return self._now is not None and self._left > 0
 
     def release(
         self, number: int, optimizer: Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
@@ -93,7 +95,7 @@ class RecordedUpdate:
             generator.manual_seed(randomness.seed(purpose, step))
         now.deviation.fill_(self._updates.deviation(sensitivity))
         for rate, group in zip(now.rates or (), optimizer.param_groups):
-            rate.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
+            rate.copy_(group["lr"].reshape(())) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
         now.replay()
         torch.autograd.graph.increment_version(self._parameters)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
@@ -108,14 +110,40 @@ class RecordedUpdate:
         hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
         everywhere = [*torch_optimizer._global_optimizer_pre_hooks, *torch_optimizer._global_optimizer_post_hooks]
         devices = {parameter.device for parameter in self._parameters}
+        wrapped = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
         return (
             type(optimizer) in _KNOWN
+            and not wrapped
+            and all(_is_on_host(value) for group in optimizer.param_groups for name, value in group.items() if name not in self._moving)
             and len(hooks) == 1
             and not everywhere
             and len(devices) == 1
             and next(iter(devices)).type in DEVICES
             and isinstance(self._updates.randomness, _ON_DEVICE)
         )
+
+    def _has_state(self) -> bool:
+        """Whether the optimizer has begun: state that is made inside a graph would begin anew with every replay."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                needed = "step" if "capturable" in group else "momentum_buffer" if group.get("momentum") else None
+                if parameter.requires_grad and needed is not None and state.get(needed) is None:
+                    return False
+        return True
+
+    @property
+    def _moving(self) -> tuple[str, ...]:
+        """What may change without another recording, besides the parameters' values."""
+        return ("params", "lr") if type(self._optimizer) in _RATE_AS_TENSOR else ("params",)
+
+    def _steps_to_host(self) -> None:
+        """No graph will count them any more."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"] if not (group.get("capturable") or group.get("fused")) else ():
+                state = self._optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to("cpu", torch.float32)
 
     def _steps_beside_parameters(self) -> None:
         """Optimizers count steps on the host unless they are told that a graph will: then where the parameter is.
@@ -139,14 +167,9 @@ class RecordedUpdate:
 
     def _key(self, held: list[Tensor]) -> tuple[Any, ...]:
         """What the graph took for granted: numbers of the optimizer, and where its tensors lie."""
-        moving = ("params", "lr") if type(self._optimizer) in _RATE_AS_TENSOR else ("params",)
-        numbers = tuple(
-            (name, id(value) if isinstance(value, Tensor) else value)
-            for group in self._optimizer.param_groups
-            for name, value in group.items()
-            if name not in moving
-        )
-        return str(numbers), tuple((id(tensor), tensor.data_ptr()) for tensor in held)
+        groups = self._optimizer.param_groups
+        numbers = [(name, _number(value)) for group in groups for name, value in group.items() if name not in self._moving]
+        return str((numbers, [len(group["params"]) for group in groups])), tuple((id(tensor), tensor.data_ptr()) for tensor in held)
 
     def _record(self, sums: Mapping[int, Tensor]) -> _Recorded | None:
         optimizer, parameters = self._optimizer, self._parameters
@@ -161,14 +184,18 @@ class RecordedUpdate:
                 [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self._updates.plan.batch_size,
                 randomness=source, purpose=self._purpose, step=0,
             )  # fmt: skip
+            everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            there = [parameter.grad for parameter in everyone]  # what is foreign is refused later, and must not vanish here
             try:
+                for parameter in everyone:
+                    parameter.grad = None  # of frozen ones too
                 for parameter, gradient in zip(parameters, gradients):
                     parameter.grad = gradient
                 with self._updates.unwatched(), _for_a_graph(optimizer, rates):
                     optimizer.step()
             finally:
-                for parameter in parameters:
-                    parameter.grad = None
+                for parameter, gradient in zip(everyone, there):
+                    parameter.grad = gradient
 
         try:
             replay = captured(run, list(source.generators.values()))
@@ -176,6 +203,8 @@ class RecordedUpdate:
             if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
                 raise NotTraceable("its step makes new state, which would begin anew with every replay.")
         except Exception as error:
+            for parameter in [parameter for parameter in optimizer.state if parameter not in before]:
+                del optimizer.state[parameter]
             for parameter, state in before.items():
                 optimizer.state[parameter] = state
             self._left = 0
@@ -185,6 +214,19 @@ class RecordedUpdate:
             )
             return None
         return _Recorded(replay, source, deviation, rates, held)
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether reading it waits for nobody."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return not any(isinstance(one, Tensor) and one.device.type not in ("cpu",) for one in values)
+
+
+def _number(value: Any) -> Any:
+    """As it reads now."""
+    if isinstance(value, list | tuple):
+        return [_number(one) for one in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _rate(group: dict[str, Any], device: torch.device) -> Tensor:

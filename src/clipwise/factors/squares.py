@@ -13,7 +13,7 @@ from ..tracing import is_tracing
 
 @dataclass(frozen=True)
 class Squares:
-    """‖g_i‖² = factor·value² + mass_factor·mass² for every example (value itself where it `is_square`). Vectors: (B,), float64.
+    """‖g_i‖ = √(factor·value² + mass_factor·mass²) + drift·mass for every example (value itself where it `is_square`). Vectors: (B,), float64.
 
     Measuring takes large kernels and is done at once. What remains are a few small operations a parameter, which `finish` makes
     for all parameters together, on the host.
@@ -23,6 +23,7 @@ class Squares:
     factor: float = 1.0
     mass: Tensor | None = None
     mass_factor: float = 0.0
+    drift: float = 0.0
     is_square: bool = False
 
     def now(self) -> Tensor:
@@ -31,15 +32,17 @@ class Squares:
     def in_place(self) -> Tensor:
         """Beside the gradients, by operations that a compiler fuses."""
         total = (self.value if self.is_square else self.value.square()) * self.factor
-        return total if self.mass is None else total + self.mass.square() * self.mass_factor
+        if self.mass is None:
+            return total
+        return ((total + self.mass.square() * self.mass_factor).sqrt() + self.mass * self.drift).square()
 
     def rounded_up(self, factor: float) -> Squares:
         """For values that are rounded once more before they are added up."""
         return replace(self, factor=self.factor * factor, mass_factor=self.mass_factor * factor)
 
     def with_drift(self, drift: float, mass: Tensor) -> Squares:
-        """For sums whose terms may cancel: their error is as large as drift·mass."""
-        return replace(self, mass=mass, mass_factor=self.mass_factor + drift**2)
+        """For sums whose terms may cancel: their error is as large as drift·mass, and may point where the gradient does."""
+        return replace(self, mass=mass, drift=self.drift + drift)
 
 
 def known(squares: Tensor) -> Squares:
@@ -59,7 +62,9 @@ def finish(measured: Sequence[Squares]) -> list[Tensor]:
     squares = torch.where(_column([float(s.is_square) for s in ordered]) > 0, values, values.square())
     total = squares * _column([s.factor for s in ordered])
     if masses:
-        total[: len(masses)] += torch.stack(vectors[len(ordered) :]).square() * _column([s.mass_factor for s in ordered[: len(masses)]])
+        mass, some = torch.stack(vectors[len(ordered) :]), ordered[: len(masses)]
+        measured_squares = total[: len(masses)] + mass.square() * _column([s.mass_factor for s in some])
+        total[: len(masses)] = (measured_squares.sqrt() + mass * _column([s.drift for s in some])).square()
     found = dict(zip(order, total.unbind(0)))
     return [found[place] for place in range(len(measured))]
 

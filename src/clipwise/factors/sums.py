@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,8 +28,8 @@ class FactorSum:
 
     Guarantee: √squared_norms()[i] bounds the norm of what `weighted_sum` adds for example i at weight 1, rounding
     included. Where the sum is formed anew after the norm was taken, its inputs are rounded once more (a factor 1 + 4u),
-    and terms that cancel leave an error as large as κ·mass (κ: precision of that sum), so (κ·mass)² is added; where the
-    written-out gradient itself is kept and released, nothing is.
+    and terms that cancel leave an error as large as κ·mass (κ: precision of that sum), so κ·mass is added to the norm; where
+    the written-out gradient itself is kept and released, nothing is.
     """
 
     def __init__(self, factors: Sequence[Factor]):
@@ -136,7 +137,7 @@ class FactorSum:
         if others or self.batch == 0:
             return None
         rounded = self._rounded(second_pass)
-        added = 1 + 4 * rounded + (self._drift(rounded) ** 2 if second_pass is not None else 0.0)
+        added = (math.sqrt(1 + 4 * rounded) + (self._drift(rounded) if second_pass is not None else 0.0)) ** 2
         if isinstance(factor, Dense) and (second_pass is None or factor.is_one_term):
             self.way = "written"
             return [factor.grad], 1.0 if second_pass is None else added

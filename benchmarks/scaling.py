@@ -1,0 +1,113 @@
+"""How the cost of a private step grows with the batch and with the length of sequences, beside an ordinary step's; with a plot.
+
+    python benchmarks/scaling.py [--longest 8192] [--largest 256]
+
+A language model of two layers. Operations are those of FlopCounterMode, the same on any machine; milliseconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import clipwise as cw
+from clipwise.machine import machine
+from clipwise.plots import new_figure, save_figure
+from flops import Transformer
+from report import write_results
+from wall_clock import DEVICE
+
+VERIFIED = 4  # steps before one that is counted: none of the next three is verified
+TIMED = 3
+WAYS = ("ordinary", "private")
+
+
+def _losses(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).movedim(-1, 1), ids, reduction="none").mean(1)
+
+
+def _step(model: nn.Module, ids: Tensor, way: str) -> None:
+    if way == "ordinary":
+        _losses(model, ids).sum().backward()
+    else:
+        with cw.capture(model) as tape:
+            losses = _losses(model, ids)
+        cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _seconds(model: nn.Module, ids: Tensor, way: str) -> float:
+    start = time.perf_counter()
+    _step(model, ids, way)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(batch: int, length: int, width: int = 64) -> dict[str, dict[str, float]]:
+    """{way: {gigaflops, milliseconds}}"""
+    model = Transformer(width, length, 200).to(DEVICE)
+    ids = torch.randint(0, 200, (batch, length), device=DEVICE)
+    found = {}
+    for way in WAYS:
+        for _ in range(VERIFIED if way == "private" else 1):
+            _step(model, ids, way)
+        with FlopCounterMode(display=False) as counter:
+            _step(model, ids, way)
+        seconds = statistics.median(_seconds(model, ids, way) for _ in range(TIMED if way == "ordinary" else TIMED - 1))
+        found[way] = {"gigaflops": counter.get_total_flops() / 1e9, "milliseconds": round(1e3 * seconds, 2)}
+    return found
+
+
+def draw(path: Path, results: dict[str, Any]) -> None:
+    figure = new_figure()
+    figure.set_size_inches(9, 4)
+    panels = [("by length", "tokens a sequence"), ("by batch", "examples a batch")]
+    for axes, (title, label) in zip(figure.subplots(1, 2), panels):
+        rows = results[title]
+        for way, colour, marker in (("ordinary", "#999999", "o"), ("private", "#0072B2", "s")):
+            sizes = [int(size) for size in rows]
+            axes.plot(sizes, [row[way]["milliseconds"] for row in rows.values()], marker + "-", color=colour, label=f"{way}: milliseconds")
+            axes.plot(
+                sizes, [row[way]["gigaflops"] for row in rows.values()], marker + ":", color=colour, label=f"{way}: GFLOP", markersize=4
+            )
+        axes.set(xscale="log", yscale="log", xlabel=label, title=f"{title}, {results['about'][title]}")
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.axes[0].set_ylabel("a step (log scale)")
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=8192)
+    parser.add_argument("--largest", type=int, default=256)
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(), "about": {"by length": "B = 4", "by batch": "T = 64"}, "by length": {}, "by batch": {}}
+    lengths = [size for size in (128, 512, 2048, 8192) if size <= options.longest]
+    batches = [size for size in (4, 16, 64, 256) if size <= options.largest]
+    print(f"{'':10s} {'size':>6s} {'GFLOP':>9s} {'x ordinary':>11s} {'ms':>9s} {'x ordinary':>11s}")
+    for title, sizes in (("by length", lengths), ("by batch", batches)):
+        for size in sizes:
+            found = results[title][str(size)] = measure(4, size) if title == "by length" else measure(size, 64)
+            ordinary, private = (found[way] for way in WAYS)
+            print(f"{title:10s} {size:6d} {private['gigaflops']:9.3f} {private['gigaflops'] / ordinary['gigaflops']:11.3f} "
+                  f"{private['milliseconds']:9.1f} {private['milliseconds'] / ordinary['milliseconds']:11.2f}", flush=True)  # fmt: skip
+    path = write_results("scaling", results)
+    draw(path.with_suffix(".png"), results)
+
+
+if __name__ == "__main__":
+    main()
