@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -37,12 +37,6 @@ class Pending:
     handed: list[Handed] = field(default_factory=list)
     rows: list[Footprint] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)  # optimizers that have taken their part
-
-    def own(self) -> None:
-        """Copy what lies in a graph's outputs: the next replay writes over them."""
-        self.sums = {key: total.clone() for key, total in self.sums.items()}
-        for handed in self.handed:
-            handed.clipped = replace(handed.clipped, weights=handed.clipped.weights.clone(), finite=handed.clipped.finite.clone())
 
     def add(self, handed: Handed) -> None:
         handed.done = True

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..adaptive import Adaptive
 from ..clipping import Clipping
+from ..errors import WrongDraw
 from ..structure import every_tensor
 from .rows import default_rows
 from .sums import Batch, GraphSums
@@ -38,6 +39,11 @@ class CompiledStep:
 
     def __call__(self, *given: Any) -> None:
         self._training.check_open()
+        if self._intake.pending.handed:  # it lies in tensors that a replay writes over, and belongs to another draw
+            raise WrongDraw(
+                "what was clipped before this step has not been released: the step before it failed, or private.loss was called.",
+                "private.discard() forgets it; a compiled step takes a whole draw.",
+            )
         self._intake.block.close()  # what ran before this step has nothing to do with it
         batch = self.graphs.batch(given, self._intake.rows_due(list(every_tensor(given))))
         self.graphs.clipping = self._clipping
@@ -46,7 +52,6 @@ class CompiledStep:
         if variant is None:
             self._eager_step(batch)
         else:
-            self._intake.pending.own()  # of a step that failed
             clipped = self.graphs.clipped(variant, batch, self._bound)
             parameters = self._updates.by_name()
             self._intake.hand_in(clipped, [parameters[name] for name in variant.names], batch.inputs)
