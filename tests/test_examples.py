@@ -55,7 +55,8 @@ def test_methods_learn_the_same():
         runner.fill_gradients(x, y)
         gradients[method] = torch.cat([p.grad.flatten() for p in runner.model.parameters()])
     for method, gradient in gradients.items():
-        assert (gradient - gradients["nxBP"]).norm() <= 1e-5 * gradient.norm(), method
+        # norms allow for what rounding may add to sums that cancel: some 64·2⁻²⁴ of their terms' norms
+        assert (gradient - gradients["nxBP"]).norm() <= 5e-5 * gradient.norm(), method
 
 
 @pytest.mark.parametrize(("train", "count"), [(True, 10_000), (False, 2_000)])
