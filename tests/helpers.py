@@ -14,9 +14,9 @@ import clipwise as cw
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 
 ALL_METHODS = ("bookkeep", "reweight", "multiloss", "nxbp")
-# Norms allow for what rounding may add to sums whose terms cancel, 64·2⁻²⁴ of the norms of their terms: a few 1e-5 where these are several
-# times the whole.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
+# Norms allow for what rounding may add to sums whose terms cancel, 64·2⁻²⁴ of the norms of their terms: 1e-4 where these are thirty
+# times the whole, as for convolutions with many places.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
 
 
 class Net(nn.Module):
