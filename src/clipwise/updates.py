@@ -14,7 +14,7 @@ from .adaptive import Adaptive
 from .clipping import Clipping
 from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
-from .noise import noised
+from .noise import noised, purposes
 from .pending import Pending
 from .plan import PrivacyPlan
 from .randomness import Randomness
@@ -24,6 +24,11 @@ _SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
 
 BeforeStep = Callable[[int, torch.optim.Optimizer], None]
 Release = Callable[[int, torch.optim.Optimizer, Mapping[int, Tensor], Mapping[int, Tensor], float, int], None]
+
+
+def updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that its step changes."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 class Updates:
@@ -85,7 +90,7 @@ class Updates:
         tracked = {id(parameter) for parameter in parameters}
         seen: set[int] = set()
         for optimizer in self.optimizers:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            for parameter in updated_by(optimizer):
                 if id(parameter) not in tracked:
                     raise UnhookedParameter(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that belongs to none of the modules.",
@@ -138,14 +143,9 @@ class Updates:
     def release(
         self, number: int, optimizer: torch.optim.Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
     ) -> None:  # fmt: skip
-        """Put (Σ clip(g_i) + noise)/B̄ into p.grad of everything this optimizer updates, whether or not the losses reached it."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        deviation = self.deviation(sensitivity)
-        found = noised(
-            [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self.plan.batch_size,
-            randomness=self.randomness, purpose=f"noise {number}", step=step,
-        )  # fmt: skip
-        for parameter, grad in zip(parameters, found):
+        """Put what is released into p.grad of everything this optimizer updates."""
+        parameters, deviation = updated_by(optimizer), self.deviation(sensitivity)
+        for parameter, grad in zip(parameters, self.noised_sums(number, sums, deviation, self.randomness, step)):
             penalty = penalties.get(id(parameter))
             parameter.grad = grad if penalty is None else grad + penalty
         self._released[number] = [
@@ -159,6 +159,20 @@ class Updates:
                 group["noise_variance"] = (deviation / self.plan.batch_size) ** 2
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer would divide by the scale inside its kernel
             optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+
+    def noised_sums(
+        self, number: int, sums: Mapping[int, Tensor], deviation: float | Tensor, randomness: Randomness, step: int
+    ) -> list[Tensor]:  # fmt: skip
+        """(Σ clip(g_i) + noise)/B̄ for everything this optimizer updates, whether or not the losses reached it."""
+        parameters = updated_by(self.optimizers[number])
+        return noised(
+            [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self.plan.batch_size,
+            randomness=randomness, purpose=_purpose(number), step=step,
+        )  # fmt: skip
+
+    def purposes(self, number: int) -> list[str]:
+        """What the draws of `noised_sums` are for."""
+        return purposes(updated_by(self.optimizers[number]), _purpose(number))
 
     def deviation(self, sensitivity: float) -> float:
         """Of the noise that is added to the clipped sums."""
@@ -219,3 +233,8 @@ class Updates:
                 before_step(number, optimizer)
 
         return hook
+
+
+def _purpose(number: int) -> str:
+    """Of the noise for one optimizer."""
+    return f"noise {number}"

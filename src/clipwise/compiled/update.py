@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as torch_optimizer
 
-from ..noise import noised, purposes
 from ..randomness import Fast, Reproducible, gaussians_from
 from ..tracing import NotTraceable
-from ..updates import Updates
+from ..updates import Updates, updated_by
 from .recording import DEVICES, captured
 
 _KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
@@ -62,7 +61,6 @@ class RecordedUpdate:
         self._number = number
         self._updates = updates
         self._optimizer = updates.optimizers[number]
-        self._purpose = f"noise {number}"
         self._left = _MOST_RECORDINGS
         self._found: dict[Any, _Recorded] = {}
         self._now: _Recorded | None = None
@@ -102,7 +100,7 @@ class RecordedUpdate:
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return updated_by(self._optimizer)
 
     def _can_be_recorded(self) -> bool:
         """Nobody else listens to the step, and all that it does happens on one device."""
@@ -175,15 +173,12 @@ class RecordedUpdate:
         optimizer, parameters = self._optimizer, self._parameters
         device = parameters[0].device
         held, before = self._held(sums), {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        source = _Registered(purposes(parameters, self._purpose), device)
+        source = _Registered(self._updates.purposes(self._number), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
         rates = [_rate(group, device) for group in optimizer.param_groups] if type(optimizer) in _RATE_AS_TENSOR else None
 
         def run() -> None:
-            gradients = noised(
-                [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self._updates.plan.batch_size,
-                randomness=source, purpose=self._purpose, step=0,
-            )  # fmt: skip
+            gradients = self._updates.noised_sums(self._number, sums, deviation, source, 0)
             everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             there = [parameter.grad for parameter in everyone]  # what is foreign is refused later, and must not vanish here
             try:
