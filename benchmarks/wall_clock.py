@@ -89,8 +89,8 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor, bf16: bool) -> Tensor:
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=bf16):
         output: Any = model(x)
         logits = output if isinstance(output, Tensor) else output.logits
-    losses = F.cross_entropy(logits.float().movedim(-1, 1), y, reduction="none")
-    return losses if losses.dim() == 1 else losses.mean(1)
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="none")
+    return losses if y.dim() == 1 else losses.view(y.shape).mean(1)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, method: str, x: Tensor, y: Tensor, bf16: bool) -> None:

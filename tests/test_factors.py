@@ -23,6 +23,7 @@ from clipwise.factors import (
     products_of_columns,
     row_squares_together,
     sum_of,
+    together,
 )
 from clipwise.factors import sums as sums_module
 from clipwise.factors import ways as ways_module
@@ -238,19 +239,19 @@ def test_norms_of_many_matrices_together():
     """As measured one by one; a matrix that comes twice is measured once; a row that is not finite spoils its own example alone."""
     grad = torch.randn(B, 3)
     matrices = [grad, torch.randn(B, 2, 4), grad.view(B, 1, 3), torch.randn(B, 5)]
-    found = row_squares_together(matrices)
+    found = row_squares_together(matrices).on_host()
     assert found.dtype == torch.float64 and found.shape == (B, 4)
     for column, matrix in zip(found.unbind(1), matrices):
         torch.testing.assert_close(column, matrix.double().flatten(1).square().sum(1), rtol=1e-12, atol=0)
     assert torch.equal(found[:, 0], found[:, 2])
     matrices[1] = matrices[1].clone()
     matrices[1][1, 0, 0] = torch.inf
-    again = row_squares_together(matrices)
+    again = row_squares_together(matrices).on_host()
     assert not again[1].isfinite().all()
     assert torch.equal(again[[0, *range(2, B)]], found[[0, *range(2, B)]])
     assert row_squares_together([grad, grad.double()]) is None  # two precisions
     assert row_squares_together([torch.zeros(2, 2**16)]) is None  # not worth copying
-    assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad])).all()
+    assert torch.isfinite(row_squares_together([torch.full((B, 3), 3e38), grad]).on_host()).all()
 
 
 def test_products_of_columns():
@@ -280,6 +281,14 @@ def test_norms_are_finished_on_the_host_whatever_the_default_device():
     torch.testing.assert_close(found, grad.double().square().sum(1) + 0.25)
 
 
-def test_a_matrix_of_zeros_and_ones_stays_small():
-    """One example, many parameters: adding up by a product would need their number squared."""
-    assert row_squares_together([torch.zeros(1, 2000) for _ in range(30)]) is None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_many_matrices_are_stacked_where_a_matrix_of_zeros_and_ones_would_be_large(dtype, monkeypatch):
+    """One example, many parameters: adding up by a product would need their number squared. Lengths come in any order."""
+    monkeypatch.setattr("clipwise.factors.together._indicator", None)
+    monkeypatch.setitem(together._WORTH_STACKING, "cpu", 2**20)
+    matrices = [torch.randn(3, length).to(dtype) for length in (2000, 7, 2000, 300, 7) * 8]
+    matrices.append(matrices[0])
+    matrices[1][2] = torch.nan
+    found = row_squares_together(matrices).on_host()
+    for column, matrix in zip(found.unbind(1), matrices, strict=True):
+        torch.testing.assert_close(column, matrix.double().square().sum(1), rtol=1e-6, atol=0, equal_nan=True)

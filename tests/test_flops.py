@@ -108,7 +108,7 @@ def test_small_feature_maps_write_no_gradient_out():
 
 def test_gradients_are_not_kept_beyond_the_memory_budget(monkeypatch):
     monkeypatch.setattr("clipwise.planner._CPU_BUDGET", 0)
-    monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device: cls(0)))
+    monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device, most=None: cls(0)))
     model, x = nn.Linear(64, 64), torch.randn(8, 100, 64)
     for _ in range(2):
         private_step(model, x, lambda out: out.square().sum((1, 2)))  # verified

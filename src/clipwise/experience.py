@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from .explain import Explained
 from .layout import Layout
+
+Decisions = dict[Hashable, tuple[str, float | None]]  # (parameter, shapes, about how many examples) → (way, seconds when it was tried)
 
 
 @dataclass
@@ -20,13 +22,19 @@ class Experience:
     zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
     examples_tried: int = 0  # in reruns that found no mixing
     steps: int = 0
-    explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when the model was verified
+    explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when that was decided
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # who uses a parameter
+    ways: Decisions = field(default_factory=dict)  # how norms are evaluated; decided anew after each verification
+    ways_in_graphs: Decisions = field(default_factory=dict)  # the same code must give the same graph again
+    peak: int | None = None  # bytes that may be allocated at once, when ways were decided
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def is_time_to_look_again(self) -> bool:
         """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""
         due = self.will_look_again
         self.steps += 1
+        if due:
+            self.ways.clear()
         return due
 
     @property

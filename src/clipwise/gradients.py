@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,11 @@ from .factors import (
     row_squares_together,
     sum_of,
 )
+from .factors.ways import way_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
 from .numerics import in_working_precision, unit_roundoff
-from .planner import MemoryBudget
+from .planner import MemoryBudget, peak_allowed
 from .pulled import PulledBack, Watching, chunked_gradients
 from .registry import Call
 from .rules.spread import spread_rule
@@ -60,21 +61,32 @@ class ExampleGradients:
     Factors that belong to a parameter outright are added per parameter. Weights that autograd must pull back (W + BA,
     weight norm) are collected as they are; the parameters behind them are evaluated together, a chunk of examples at a
     time, and written out.
+
+    is_known  the way to the losses was verified before
+    is_last   nothing else will be asked of the graph: norms are measured as soon as a parameter's factors are there, and what is not
+              needed any more is let go while the backward pass goes on
     """
 
-    def __init__(self, tape: Tape, batch: int, device: torch.device, *, is_known: bool = False):
+    def __init__(self, tape: Tape, batch: int, device: torch.device, *, is_known: bool = False, is_last: bool = False):
         self.batch = batch
         self._marks = tape.marks
         self._watching = _watching(tape)
         self._device = device
-        self._budget = MemoryBudget.on(device)
+        self._experience = tape.experience
+        self._decisions = tape.experience.ways_in_graphs if is_tracing() else tape.experience.ways
+        if is_last and (is_tracing() or not self._decisions):
+            tape.experience.peak = peak_allowed(device)
+        self._budget = MemoryBudget.on(device, tape.experience.peak if is_last else None)
+        self._awaited = dict(tape.taps_of) if is_last and not tape.needs_graph and not tape.computes_again else {}  # taps of a parameter
         self._direct: dict[int, list[Factor]] = {}
         self._indirect: dict[int, tuple[Tensor, list[Factor]]] = {}
         self._sums: dict[int, FactorSum | PartSum] = {}
+        self._measured: dict[int, list[Squares]] = {}
+        self._seconds: dict[int, float | None] = {}
         self._pulled: PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
-        self.is_known = is_known  # the way to the losses was verified before
-        self._experience = tape.experience
+        self.is_known = is_known
+        self._is_decided = is_known  # no way was decided on in this step
         self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
@@ -98,6 +110,34 @@ class ExampleGradients:
                 factors = {weight: factor.merge(grouping) for weight, factor in factors.items()}
         for weight, factor in factors.items():
             self.add_factor(weight, factor)
+        self._arrived(use.tracked)
+
+    def _arrived(self, weights: Iterable[Tensor]) -> None:
+        """A tap of these has been heard. After the last one of a parameter its norms are measured, and its terms let go if they can be."""
+        for key in self._marks.keys_of(weights) if self._awaited else ():
+            self._awaited[key] = left = self._awaited.get(key, 0) - 1
+            if left == 0 and self._direct.get(key):
+                total = self._sums[key] = sum_of(self._direct.pop(key))
+                if not isinstance(total, FactorSum) or not total.is_measured_with_others:
+                    self._measured[key] = self._measures(key, total)
+                total.forget_terms()
+
+    def _measures(self, key: int, total: FactorSum | PartSum, second_pass: torch.dtype | None = None) -> list[Squares]:
+        """By the way that was decided on for these shapes, or is now."""
+        start = time.perf_counter()
+        if second_pass is not None or not isinstance(total, FactorSum):
+            found = total.measures(self._budget, second_pass=second_pass)
+        else:
+            case = self._marks.names[key], total.signature, self.batch.bit_length()
+            decision = self._decisions.get(case) if self.is_known else None
+            if decision is None:
+                self._is_decided = False
+                decision = way_of(total, self._budget)
+                if self.is_known:
+                    self._decisions[case] = decision
+            found = [total.measure_by(decision)]
+        self._seconds[key] = total.seconds if self._device.type != "cpu" else time.perf_counter() - start
+        return found
 
     def _checked(self, call: Call, factors: Any) -> dict[Tensor, Factor]:
         rows = call.output_grad.shape[0]
@@ -124,6 +164,7 @@ class ExampleGradients:
         """The gradient that reached this tap is zero throughout: its parameters take part, with nothing."""
         for key in frozenset().union(*map(self._marks.roots, record.use.tracked)):
             self._direct.setdefault(key, [])
+        self._arrived(record.use.tracked)
 
     def finish(self) -> None:
         """All taps have been heard."""
@@ -132,7 +173,7 @@ class ExampleGradients:
                 parameter = self._marks.parameters[key]
                 nothing = parameter.new_zeros(self.batch, 0, 1)
                 factors.append(Outer(nothing.expand(-1, -1, parameter.numel()), nothing, parameter.shape))
-        self._sums = {key: sum_of(factors) for key, factors in self._direct.items()}
+        self._sums |= {key: sum_of(factors) for key, factors in self._direct.items()}
         if self._indirect:
             outputs = [weight for weight, _ in self._indirect.values()]
             sums = [sum_of(factors) for _, factors in self._indirect.values()]
@@ -162,39 +203,41 @@ class ExampleGradients:
 
         A handful of numbers an example: on the host, what follows from them takes no kernels.
         """
+        waiting = {key: total for key, total in self._sums.items() if key not in self._measured}
         parts = {
-            key: found for key, total in self._sums.items() if isinstance(total, FactorSum) and (found := total.row_matrices(second_pass))
+            key: found for key, total in waiting.items() if isinstance(total, FactorSum) and (found := total.row_matrices(second_pass))
         }
         if is_tracing() or len(parts) < 2:
             parts = {}
         parts = dict(sorted(parts.items(), key=lambda part: -len(part[1][0])))  # products of two come first
         matrices = [side[0] for side, _ in parts.values()] + [side[1] for side, _ in parts.values() if len(side) == 2]
-        together = row_squares_together(matrices) if parts else None  # (B, K)
-        alone, seconds = {}, {}
-        for key, total in self._sums.items():
+        together = row_squares_together(matrices) if parts else None
+        alone = dict(self._measured)
+        for key, total in waiting.items():
             if together is None or key not in parts:
-                start = time.perf_counter()
-                alone[key] = total.measures(self._budget, second_pass=second_pass)
-                seconds[key] = total.seconds if self._device.type != "cpu" else time.perf_counter() - start
-        if not self.is_known:
-            self._explain(seconds)
+                alone[key] = self._measures(key, total, second_pass)
+        if not self._is_decided:
+            self._explain()
         if self._pulled is not None:
             alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._budget).items()}
         norms = _added_up(alone)
         if together is not None:
-            norms |= dict(zip(parts, products_of_columns(together.cpu(), [factor for _, factor in parts.values()])))
+            norms |= dict(zip(parts, products_of_columns(together.on_host(), [factor for _, factor in parts.values()])))
         return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
 
-    def _explain(self, seconds: Mapping[int, float | None]) -> None:
+    def _explain(self) -> None:
+        names, experience = self._marks.names, self._experience
+        experience.calls |= {names[key]: tuple(dict.fromkeys(calls)) for key, calls in self._calls.items()}
+
         def row(key: int, name: str) -> Explained | None:
-            calls = tuple(dict.fromkeys(self._calls.get(key, ())))
-            total = self._sums.get(key)
+            calls, total = experience.calls.get(name, ()), self._sums.get(key)
             if total is not None:
-                return Explained(name, calls, total.summary, total.way, seconds.get(key), total.kept_bytes // max(self.batch, 1))
+                return Explained(name, calls, total.summary, total.way, self._seconds.get(key), total.kept_bytes // max(self.batch, 1))
             pulled = self._pulled is not None and key in self._pulled.inputs
             return Explained(name, calls, "through other weights", "pulled back", None, 0) if pulled else None
 
-        self._experience.explained = [found for key, name in self._marks.names.items() if (found := row(key, name)) is not None]
+        if not is_tracing():
+            experience.explained = [found for key, name in names.items() if (found := row(key, name)) is not None]
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}

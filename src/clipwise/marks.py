@@ -119,6 +119,10 @@ class Marks:
         roots = {key for weight in weights for key in self.roots(weight)}
         return [self.names[key] for key in self.parameters if key in roots and self.parameters[key].requires_grad]
 
+    def keys_of(self, weights: Iterable[Tensor]) -> list[int]:
+        """Of the parameters that these weights are, or are made of; once for each weight."""
+        return [key for weight in weights for key in ((id(weight),) if id(weight) in self.parameters else self.roots(weight))]
+
     def trainable(self) -> dict[str, Tensor]:
         return {self.names[key]: parameter for key, parameter in self.parameters.items() if parameter.requires_grad}
 

@@ -26,12 +26,12 @@ def noised(
             device = parameters[places[0]].device
             sizes = [parameters[place].numel() for place in places]
             normals = randomness.gaussians(sum(sizes), chunk_purpose, step, device).mul_(deviation / divisor)
-            parts = [noise.view(parameters[place].shape) for place, noise in zip(places, normals.split(sizes))]
-            summed = [(noise, total) for place, noise in zip(places, parts) if (total := sums[place]) is not None]
-            if summed:
-                torch._foreach_add_([noise for noise, _ in summed], [total for _, total in summed], alpha=1 / divisor)
+            totals = [sums[place] for place in places]
+            flat = [normals.new_zeros(size) if total is None else total.reshape(-1) for size, total in zip(sizes, totals)]
+            normals.add_(torch.cat(flat), alpha=1 / divisor)
             gradients = [torch.empty_like(parameters[place]) for place in places]  # no views: each has its own version counter
-            torch._foreach_copy_(gradients, parts)
+            parts = normals.to(gradients[0].dtype).split(sizes)
+            torch._foreach_copy_(gradients, [part.view(gradient.shape) for part, gradient in zip(parts, gradients)])
             for place, gradient in zip(places, gradients):
                 found[place] = gradient
     return found
@@ -43,11 +43,11 @@ def purposes(parameters: Sequence[Tensor], purpose: str) -> list[str]:
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places of parameters on one device, together at most a chunk long, each at least one parameter."""
-    by_device: dict[torch.device, list[int]] = {}
+    """Places of parameters of one type on one device, together at most a chunk long, each at least one parameter."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, parameter in enumerate(parameters):
-        by_device.setdefault(parameter.device, []).append(place)
-    for places in by_device.values():
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(place)
+    for places in kinds.values():
         chunk: list[int] = []
         length = 0
         for place in places:

@@ -33,7 +33,7 @@ def evaluate(
 
     Unless `keep_graph`, the pass frees what the forward pass kept as it goes: what one tap's factor holds on to takes its place.
     """
-    gradients = ExampleGradients(tape, len(losses), losses.device, is_known=known)
+    gradients = ExampleGradients(tape, len(losses), losses.device, is_known=known, is_last=known and not keep_graph)
     waiting: list[tuple[Record, Tensor, tuple[Tensor, ...]]] = []
     heard: list[Record] = []
 

@@ -11,6 +11,7 @@ _WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter
 _BALANCE = 125  # operations on bf16 matrices in the time that one byte takes to the memory of a GPU (H200: 600e12 a second, 4.8e12 bytes)
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
+_SLACK = 20  # one in so many parts of what is allocated may be allocated besides
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
 
 
@@ -19,22 +20,26 @@ def chunk_on(device: torch.device) -> int:
 
 
 class MemoryBudget:
-    """Bytes that one step may spend on gradients that stay written out; first come, first served."""
+    """Bytes that one step may spend on gradients that stay written out; first come, first served.
 
-    def __init__(self, left: int | None = None, device: torch.device | None = None):
+    On a GPU a share of what is free there; and where `most` is given, together with all else that is allocated not more than that.
+    """
+
+    def __init__(self, left: int | None = None, device: torch.device | None = None, most: int | None = None):
         self._left = left
         self._device = device
+        self._most = most
 
     @classmethod
-    def on(cls, device: torch.device) -> MemoryBudget:
-        """A share of what is free there; asked for when it is needed, which for small layers is never."""
-        return cls(device=device)
+    def on(cls, device: torch.device, most: int | None = None) -> MemoryBudget:
+        """What is free is asked for when it is needed, which for small layers is never."""
+        return cls(device=device, most=most)
 
     def has(self, size: int) -> bool:
         """Whether so many bytes are there."""
         if self._left is None:
             self._left = _free_on(self._device)
-        return size <= self._left
+        return size <= self._left and (self._most is None or size <= self._most - torch.cuda.memory_allocated(self._device))
 
     def take(self, size: int) -> bool:
         """Reserve `size` bytes if they are there."""
@@ -43,6 +48,15 @@ class MemoryBudget:
         assert self._left is not None
         self._left -= size
         return True
+
+
+def peak_allowed(device: torch.device) -> int | None:
+    """Bytes that may be allocated at once in a backward pass that begins now, where that is known.
+
+    Now, before anything is freed, an ordinary step is about at its peak. Gradients that stay written out take the place of what the
+    pass gives back as it goes, and a little more.
+    """
+    return torch.cuda.memory_allocated(device) * (_SLACK + 1) // _SLACK if device.type == "cuda" else None
 
 
 _for_graphs: dict[torch.device, int] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from .factors import Factor
 from .functions import full_name
 from .layout import to_rows
-from .structure import map_values
+from .structure import map_values, tensors_in
 
 Function = Callable[..., Any]
 Factors = dict[Tensor, Factor]
@@ -45,6 +45,17 @@ class Use:
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""
         return id(value) in self._tracked_ids
+
+    def upstream(self) -> list[Any]:
+        """The autograd nodes that made the example data the call is handed (asked before the call, which may change it in place)."""
+        nodes: list[Any] = []
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor):
+                if value.requires_grad and not self.tracks(value):
+                    nodes.append(value.grad_fn)
+            elif isinstance(value, list | tuple):
+                nodes += [t.grad_fn for t in tensors_in(value) if t.requires_grad and not self.tracks(t)]
+        return nodes
 
 
 class Call(Use):
@@ -86,6 +97,7 @@ class Rule:
     row_axes: RowAxes
     reads: Reads | None = None
     trusted: bool = False  # one of ours, tested against a float64 loop
+    is_product: bool = False  # autocast rounds its arguments
 
 
 Spread = Callable[[Use, Callable[[Tensor, torch.Size | None], Tensor]], tuple[tuple[Any, ...], dict[str, Any]] | None]
@@ -120,18 +132,22 @@ def rule(*functions: Function, features: int = 1, replace: bool = False) -> Call
 _EVERYTHING_BUT_FEATURES = all_but_last(1)
 
 
-def own_rule(*functions: Function, row_axes: RowAxes = _EVERYTHING_BUT_FEATURES, reads: Reads | None = None) -> Callable[[_F], _F]:
-    """`rule` for the rules that clipwise brings along."""
-    return _register(functions, row_axes, reads, trusted=True)
+def own_rule(
+    *functions: Function, row_axes: RowAxes = _EVERYTHING_BUT_FEATURES, reads: Reads | None = None, is_product: bool = False
+) -> Callable[[_F], _F]:  # fmt: skip
+    """`rule` for the rules that clipwise brings along. `is_product`: one of the functions that autocast runs in low precision."""
+    return _register(functions, row_axes, reads, trusted=True, is_product=is_product)
 
 
-def _register(functions: tuple[Function, ...], row_axes: RowAxes, reads: Reads | None = None, trusted: bool = False) -> Callable[[_F], _F]:
+def _register(
+    functions: tuple[Function, ...], row_axes: RowAxes, reads: Reads | None = None, trusted: bool = False, is_product: bool = False
+) -> Callable[[_F], _F]:  # fmt: skip
     if not functions:
         raise TypeError("name the torch function: @clipwise.rule(torch.lerp)")
 
     def decorate(factors: _F) -> _F:
         for function in functions:
-            RULES[function] = Rule(factors, row_axes, reads, trusted)
+            RULES[function] = Rule(factors, row_axes, reads, trusted, is_product)
             if not trusted:
                 REWRITES.pop(function, None)
                 SPREADS.pop(function, None)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class Tape:
         self.switch = Switch()
         self.trail = 0  # hash of the calls seen so far
         self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
+        self.taps_of: Counter[int] = Counter()  # taps of a parameter
         self.writes_parameters = False  # the forward pass changes parameters
         self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd

@@ -16,6 +16,7 @@ from .errors import Refusal, UncoveredUse
 from .functions import Trait, full_name, is_open, opened, trait_of
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
+from .precision import as_autocast_rounds
 from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
@@ -222,13 +223,14 @@ class Watch(TorchFunctionMode):
         return tapped
 
     def _tap_output(self, use: Use, rule: Rule) -> Any:
-        upstream = upstream_of(use)
-        output = use.func(*use.args, **use.kwargs)
+        upstream = use.upstream()
+        called = as_autocast_rounds(use, self.tape.marks) if rule.is_product else use
+        output = use.func(*called.args, **called.kwargs)
         if not isinstance(output, Tensor):
             raise self.refusal(use, one_tensor=False)
         if not output.requires_grad:
             return output
-        tapped = self.insert_tap(output, use, rule, upstream)
+        tapped = self.insert_tap(output, called, rule, upstream)
         self.note(use.func, trait_of(use.func), use.args, use.kwargs, tapped)
         return tapped
 
@@ -252,6 +254,7 @@ class Watch(TorchFunctionMode):
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape
+        tape.taps_of.update(tape.marks.keys_of(use.tracked))
         return Tap.apply(output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
@@ -286,15 +289,3 @@ def _written(trait: Trait, args: Any, kwargs: Any) -> Any:
     if not trait.writes:
         return kwargs.get("out")
     return args[0] if args else next(iter(kwargs.values()))
-
-
-def upstream_of(use: Use) -> list[Any]:
-    """The autograd nodes that made the example data a call is handed (asked before the call, which may change it in place)."""
-    nodes: list[Any] = []
-    for value in (*use.args, *use.kwargs.values()):
-        if isinstance(value, Tensor):
-            if value.requires_grad and not use.tracks(value):
-                nodes.append(value.grad_fn)
-        elif isinstance(value, list | tuple):
-            nodes += [t.grad_fn for t in tensors_in(value) if t.requires_grad and not use.tracks(t)]
-    return nodes

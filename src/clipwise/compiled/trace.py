@@ -168,9 +168,12 @@ def _constants(graph: GraphModule) -> list[Tensor]:
 
 
 def _check_constants(graph: GraphModule) -> None:
-    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps."""
+    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps.
+
+    (Fused attention hands empty tensors from its forward to its backward pass: they hold nothing.)
+    """
     for tensor in _constants(graph):
-        if not is_declared_constant(tensor):
+        if tensor.numel() and not is_declared_constant(tensor):
             raise NotTraceable(
                 f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
                 "with clipwise.constant(x)."

@@ -6,10 +6,11 @@ from .dense import Dense
 from .diagonal import Diagonal
 from .inner import inner
 from .outer import Outer
+from .parts import PartSum, sum_of
 from .placed import Placed
 from .rows import Rows
 from .squares import Squares, finish, known
-from .sums import FactorSum, PartSum, sum_of
+from .sums import FactorSum
 from .together import products_of_columns, row_squares_together
 
 __all__ = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, flat_rows, in_working_precision, row_norms, to_accumulate
+from ..numerics import accumulation_dtype, drop_rows, flat_rows, in_working_precision, row_norms, to_accumulate
 from .base import Factor, Grouping
 
 
@@ -19,7 +20,7 @@ class Dense(Factor):
     """
 
     def __init__(self, grad: Tensor, *, mass: Callable[[], Tensor] | None = None):
-        self.grad = to_accumulate(grad)  # (B, *shape)
+        self._given = grad
         self.shape = grad.shape[1:]
         self.batch = grad.shape[0]
         self._mass = mass
@@ -32,8 +33,14 @@ class Dense(Factor):
         terms = terms.reshape(terms.shape[0], -1, *shape)  # (B, T, *shape)
         if terms.shape[1] == 1:
             return cls(terms[:, 0])
-        wide = to_accumulate(terms)
-        return cls(wide.sum(1), mass=lambda: row_norms(wide.abs().sum(1)))
+        total = terms.sum(1, dtype=accumulation_dtype(terms.dtype))
+        return cls(total, mass=lambda: row_norms(to_accumulate(terms).abs().sum(1)))
+
+    @cached_property
+    def grad(self) -> Tensor:
+        """(B, *shape), in working precision"""
+        wide = self._given = to_accumulate(self._given)
+        return wide
 
     def dense(self) -> Tensor:
         return self.grad
@@ -51,7 +58,7 @@ class Dense(Factor):
         return self._mass is None
 
     def merge(self, grouping: Grouping) -> Dense:
-        grouped = grouping(self.grad)  # (B, k, *shape)
+        grouped = grouping(self._given)  # (B, k, *shape)
         if grouped.shape[1] == 1:
             mass = self._mass
             return Dense(grouped[:, 0], mass=None if mass is None else lambda: grouping(mass())[:, 0])

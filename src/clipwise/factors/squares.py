@@ -29,9 +29,14 @@ class Squares:
     def now(self) -> Tensor:
         return finish([self])[0]
 
+    @property
+    def bare(self) -> Tensor:
+        """Squared norms as they were measured, without what is added for rounding."""
+        return self.value if self.is_square else self.value.square()
+
     def in_place(self) -> Tensor:
         """Beside the gradients, by operations that a compiler fuses."""
-        total = (self.value if self.is_square else self.value.square()) * self.factor
+        total = self.bare * self.factor
         if self.mass is None:
             return total
         return ((total + self.mass.square() * self.mass_factor).sqrt() + self.mass * self.drift).square()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from .convolution import Convolution
 from .dense import Dense
 from .inner import inner, inner_roundoff
 from .outer import Outer
-from .placed import Placed, Region, are_disjoint
 from .rows import Rows
-from .squares import Squares, finish, known
+from .squares import Squares, known
 from .ways import way_of
 
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
@@ -38,6 +37,7 @@ class FactorSum:
         self.batch = self.factors[0].batch
         self._kept: Dense | None = None
         self._mass: Tensor | None = None
+        self._summary = ""  # of factors that are forgotten
         self.way = ""  # how the norms were evaluated
         self.seconds: float | None = None  # that this took when it was tried, with the weighted sum
 
@@ -79,8 +79,17 @@ class FactorSum:
         if second_pass is not None:
             self.way = "tiles"
             return self._as_added(self._measured("tiles"), self._rounded(second_pass))
-        self.way, self.seconds = way_of(self, budget)
+        return self.measure_by(way_of(self, budget))
+
+    def measure_by(self, decision: tuple[str, float | None]) -> Squares:
+        """By a way that was decided on, and the seconds that it took when it was tried."""
+        self.way, self.seconds = decision
         return self.measured_by(self.way)
+
+    @property
+    def signature(self) -> Hashable:
+        """Shapes and precision, without the number of examples."""
+        return tuple((tensor.shape[1:], tensor.dtype) for factor in self.factors for tensor in factor.tensors)
 
     def measured_by(self, named: str) -> Squares:
         """By a way of ways.py: `keep`, `tiles`, `gram` …, or `keep by windows` where a convolution's gradients are written out."""
@@ -133,23 +142,33 @@ class FactorSum:
 
         The mass of a single term is its norm, so what a second pass may add is in proportion to that, too.
         """
-        [factor, *others] = self.factors
-        if others or self.batch == 0:
+        if not self.is_measured_with_others:
             return None
+        [factor] = self.factors
         rounded = self._rounded(second_pass)
         added = (math.sqrt(1 + 4 * rounded) + (self._drift(rounded) if second_pass is not None else 0.0)) ** 2
         if isinstance(factor, Dense) and (second_pass is None or factor.is_one_term):
             self.way = "written"
             return [factor.grad], 1.0 if second_pass is None else added
-        if isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1):
+        if isinstance(factor, Outer):
             self.way = "product"
             return list(factor.tensors), added
         return None
 
+    @property
+    def is_measured_with_others(self) -> bool:
+        """Whether the squared norm may be a product of row norms, which are measured for many parameters at once."""
+        [factor, *others] = self.factors
+        if others or self.batch == 0:
+            return False
+        return isinstance(factor, Dense) or (isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1))
+
     def forget_terms(self) -> None:
-        """Free the factors where the written-out gradient is kept in their place."""
+        """Free what a written-out gradient was made of. No mass is known any more."""
         if self._kept is not None:
-            self.factors = [self._kept]
+            self._summary, self.factors = self.summary, [self._kept]
+        elif isinstance(self.factors[0], Dense) and len(self.factors) == 1:
+            self.factors = [Dense(self.factors[0].grad)]
 
     @property
     def kept_bytes(self) -> int:
@@ -157,7 +176,7 @@ class FactorSum:
 
     @property
     def summary(self) -> str:
-        return " + ".join(factor.summary for factor in self.factors)
+        return self._summary or " + ".join(factor.summary for factor in self.factors)
 
     @property
     def device(self) -> torch.device:
@@ -191,77 +210,6 @@ class FactorSum:
             for b in self.factors[i + 1 :]:
                 total += 2 * inner(a, b)
         return Squares(total.clamp(min=0), mass=self.mass(), mass_factor=inner_roundoff(self.factors), is_square=True)
-
-
-class PartSum:
-    """The same for a tensor of which disjoint parts are used: squared norms of the parts add up."""
-
-    def __init__(self, parts: Sequence[Placed]):
-        by_region: dict[Region, list[Factor]] = {}
-        for part in parts:
-            by_region.setdefault(part.region, []).append(part.inner)
-        self._whole = parts[0].whole
-        self.parts = {region: FactorSum(inners) for region, inners in by_region.items()}
-        self.batch = parts[0].batch
-        self.shape = parts[0].shape
-
-    def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
-        sums = {region: part.weighted_sum(weights, clean=clean) for region, part in self.parts.items()}
-        some = next(iter(sums.values()))
-        out = torch.zeros(self._whole.extent, dtype=some.dtype, device=some.device)
-        for region, part in sums.items():
-            out.as_strided(region.shape, region.stride, region.offset).copy_(part)
-        return out.as_strided(self._whole.shape, self._whole.stride)
-
-    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
-        placed = [Placed(Dense(part.dense(start, stop)), region, self._whole) for region, part in self.parts.items()]
-        return torch.stack([part.dense() for part in placed]).sum(0)
-
-    def mass(self) -> Tensor:
-        return torch.stack([part.mass() for part in self.parts.values()]).square().sum(0).sqrt()
-
-    def squared_norms(self, budget: MemoryBudget) -> Tensor:
-        return torch.stack(finish(self.measures(budget))).sum(0)
-
-    def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
-        return [part.measure(budget, second_pass=second_pass) for part in self.parts.values()]
-
-    @property
-    def way(self) -> str:
-        return ", ".join(dict.fromkeys(part.way for part in self.parts.values()))
-
-    @property
-    def seconds(self) -> float | None:
-        found = [part.seconds for part in self.parts.values() if part.seconds is not None]
-        return sum(found) if found else None
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(part.kept_bytes for part in self.parts.values())
-
-    @property
-    def summary(self) -> str:
-        return f"{len(self.parts)} parts of " + next(iter(self.parts.values())).summary
-
-    def forget_terms(self) -> None:
-        for part in self.parts.values():
-            part.forget_terms()
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parts.values())).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.parts.values())).dtype
-
-
-def sum_of(factors: Sequence[Factor]) -> FactorSum | PartSum:
-    """All factors of one tensor as one."""
-    parts = [factor for factor in factors if isinstance(factor, Placed)]
-    if len(parts) == len(factors) and are_disjoint(frozenset(part.region for part in parts), parts[0].whole):
-        return PartSum(parts)
-    return FactorSum(factors)
 
 
 def _joined(factors: list[Factor]) -> list[Factor]:

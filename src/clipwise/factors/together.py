@@ -8,22 +8,35 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..numerics import flat_rows
+from ..numerics import flat_rows, row_norms, to_accumulate
 
-_WORTH_COPYING = {"cuda": 2**22, "cpu": 2**16}  # numbers that are put side by side sooner than measured one after the other
+_WORTH_ADDING = {"cuda": 2**22, "cpu": 2**16}  # numbers that are put side by side and added up by one product …
+_WORTH_STACKING = {"cuda": 2**26, "cpu": 2**16}  # … or on top of each other where they have one length
 
 
-def row_squares_together(matrices: Sequence[Tensor]) -> Tensor | None:
-    """‖row‖² for every row of every matrix, in float64; None where they do not fit together. matrices: K of (B, ...) → (B, K)
+class Together:
+    """Squared norms in the making."""
 
-    They are put side by side, squared, and added up by one product with a matrix of zeros and ones. A row that is not finite
-    makes all its norms NaN: that example contributes nothing whichever of its gradients it was.
+    def __init__(self, rows: Tensor, places: Sequence[int]):
+        self._rows = rows  # (K', B), where the matrices lie
+        self._places = tuple(places)  # of each matrix in it
+
+    def on_host(self) -> Tensor:
+        """(B, K), in float64"""
+        return self._rows.cpu().index_select(0, _index(self._places)).t()
+
+
+def row_squares_together(matrices: Sequence[Tensor]) -> Together | None:
+    """‖row‖² for every row of every matrix, in float64; None where they do not fit together. matrices: K of (B, ...)
+
+    Few numbers are put side by side, squared, and added up by one product with a matrix of zeros and ones; there a row that is not finite
+    makes all its norms NaN (that example contributes nothing whichever of its gradients it was). Many are stacked, those of a length.
     """
+    matrices = [to_accumulate(matrix) for matrix in matrices]
     first = matrices[0]
     same = all(matrix.dtype == first.dtype and matrix.device == first.device for matrix in matrices)
     numbers = sum(matrix.numel() for matrix in matrices)
-    added_up = numbers // max(len(first), 1) * len(matrices)  # what the matrix of zeros and ones holds
-    if not same or max(numbers, added_up) > _WORTH_COPYING.get(first.device.type, 0):
+    if not same or numbers > _WORTH_STACKING.get(first.device.type, 0):
         return None
     distinct: dict[tuple[int, torch.Size], int] = {}
     flat: list[Tensor] = []
@@ -34,15 +47,29 @@ def row_squares_together(matrices: Sequence[Tensor]) -> Tensor | None:
         if place == len(flat):
             flat.append(rows)
         places.append(place)
-    squares = torch.cat(flat, 1).double().square_()
-    return squares @ _indicator(tuple(rows.shape[1] for rows in flat), tuple(places), first.device)
+    added_up = numbers // max(len(first), 1) * len(flat)  # what the matrix of zeros and ones holds
+    if max(numbers, added_up) <= _WORTH_ADDING.get(first.device.type, 0):
+        squares = torch.cat(flat, 1).double().square_()
+        return Together(_indicator(tuple(rows.shape[1] for rows in flat), first.device) @ squares.t(), places)
+    return _stacked(flat, places)
+
+
+def _stacked(flat: Sequence[Tensor], places: Sequence[int]) -> Together:
+    """Matrices of one length on top of each other."""
+    by_length: dict[int, list[int]] = {}
+    for place, rows in enumerate(flat):
+        by_length.setdefault(rows.shape[1], []).append(place)
+    squares = [
+        row_norms(torch.stack([flat[place] for place in group]).flatten(0, 1)).square().view(len(group), -1) for group in by_length.values()
+    ]
+    order = {place: position for position, place in enumerate(place for group in by_length.values() for place in group)}
+    return Together(torch.cat(squares), [order[place] for place in places])
 
 
 @lru_cache(maxsize=64)
-def _indicator(lengths: tuple[int, ...], places: tuple[int, ...], device: torch.device) -> Tensor:
-    """(Σ lengths, K): column k is one on the stretch places[k]."""
-    stretches = torch.block_diag(*(torch.ones(length, 1, dtype=torch.float64, device="cpu") for length in lengths))
-    return stretches[:, list(places)].to(device)
+def _indicator(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """(K, Σ lengths): row k is one on the k-th stretch."""
+    return torch.block_diag(*(torch.ones(1, length, dtype=torch.float64, device="cpu") for length in lengths)).to(device)
 
 
 def products_of_columns(columns: Tensor, factors: Sequence[float]) -> Sequence[Tensor]:
@@ -57,3 +84,8 @@ def products_of_columns(columns: Tensor, factors: Sequence[float]) -> Sequence[T
 @lru_cache(maxsize=64)
 def _row(factors: tuple[float, ...]) -> Tensor:
     return torch.tensor(factors, dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=64)
+def _index(places: tuple[int, ...]) -> Tensor:
+    return torch.tensor(places, device="cpu")

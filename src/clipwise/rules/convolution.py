@@ -30,7 +30,7 @@ def _reads(use: Use) -> list[Tensor]:
     return [x] if use.tracks(weight) else []
 
 
-@own_rule(F.conv1d, F.conv2d, F.conv3d, row_axes=_row_axes, reads=_reads)
+@own_rule(F.conv1d, F.conv2d, F.conv3d, row_axes=_row_axes, reads=_reads, is_product=True)
 def convolution(call: Call) -> Factors:
     """The kernel's gradient is Σ over windows of (output gradient at the window) ⊗ (window), the bias's Σ over places."""
     x, weight, bias, stride, padding, dilation, groups = call.bind(
@@ -48,7 +48,7 @@ def convolution(call: Call) -> Factors:
     return factors
 
 
-@own_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, row_axes=_row_axes, reads=_reads)
+@own_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, row_axes=_row_axes, reads=_reads, is_product=True)
 def transposed_convolution(call: Call) -> Factors:
     """The same with the roles of input and output exchanged."""
     x, weight, bias, stride, padding, output_padding, groups, dilation = call.bind(

@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 def differentiate_each_example(watch: Watch, use: Use) -> Any:
     """Run the call on aliases of its weights and keep its output: gradients of the aliases are those of this call alone."""
-    from ..watch import upstream_of
 
     aliases = [weight.view_as(weight) for weight in use.tracked]
 
     def with_alias(value: Any) -> Any:
         return next((alias for alias, weight in zip(aliases, use.tracked) if value is weight), value)
 
-    upstream = upstream_of(use)
+    upstream = use.upstream()
     args, kwargs = use.mapped(with_alias)
     output = use.func(*args, **kwargs)
     if isinstance(output, Tensor) and not output.requires_grad:

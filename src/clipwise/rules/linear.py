@@ -17,14 +17,14 @@ from .stacked import check_operands, stacked_factor
 _PRODUCTS: list[Any] = [
     torch.matmul,
     torch.mm,
-    torch.mv,
-    torch.dot,
+    torch.bmm,
     torch.Tensor.matmul,
     torch.Tensor.mm,
-    torch.Tensor.mv,
-    torch.Tensor.dot,
+    torch.Tensor.bmm,
+    torch.Tensor.__matmul__,
+    torch.linalg.matmul,
 ]
-_PRODUCTS += [torch.Tensor.__matmul__, torch.linalg.matmul, torch.bmm, torch.Tensor.bmm]
+_PRODUCTS_OF_VECTORS: list[Any] = [torch.mv, torch.dot, torch.Tensor.mv, torch.Tensor.dot]  # autocast leaves some of them alone
 
 
 def _operands(use: Use) -> list[Any]:
@@ -43,7 +43,7 @@ def _linear_row_axes(use: Use, dims: int) -> tuple[int, ...]:
     return (dims - 1,) if use.tracks(x) else tuple(range(dims - weight.dim() + 1))
 
 
-@own_rule(F.linear, row_axes=_linear_row_axes, reads=_linear_reads)
+@own_rule(F.linear, row_axes=_linear_row_axes, reads=_linear_reads, is_product=True)
 def linear(call: Call) -> Factors:
     """y = x Wᵀ + b: W's gradient is Σ_t dL/dy_t ⊗ x_t, b's is Σ_t dL/dy_t."""
     x, weight, bias = call.bind("input", "weight", "bias")
@@ -82,7 +82,8 @@ def _product_row_axes(use: Use, dims: int) -> tuple[int, ...]:
     return tuple(axis for axis in range(dims) if axis != dims - (2 if b.dim() > 1 else 1))
 
 
-@own_rule(*_PRODUCTS, row_axes=_product_row_axes, reads=_product_reads)
+@own_rule(*_PRODUCTS_OF_VECTORS, row_axes=_product_row_axes, reads=_product_reads)
+@own_rule(*_PRODUCTS, row_axes=_product_row_axes, reads=_product_reads, is_product=True)
 def matmul(call: Call) -> Factors:
     """Products with a weight on either side; the weight's gradient is Σ_t of outer products."""
     a, b = _operands(call)
@@ -112,19 +113,27 @@ def _stacked(call: Call) -> Factors:
     return {a: stacked_factor(b.mT, grad.mT, a, axes, weight_left=True)}
 
 
-@own_rule(torch.addmm, torch.Tensor.addmm, row_axes=lambda use, dims: (1,) if use.tracks(use.bind("input", "mat1")[1]) else (0,))
+def _addmm_row_axes(use: Use, dims: int) -> tuple[int, ...]:
+    return (1,) if use.tracks(use.bind("input", "mat1")[1]) else (0,)
+
+
+@own_rule(torch.addmm, torch.Tensor.addmm, row_axes=_addmm_row_axes, is_product=True)
 def addmm(call: Call) -> Factors:
     """y = β·c + α·x W, the Conv1D of GPT-2: W's gradient is α·Σ x ⊗ dL/dy, c's is β·dL/dy added over what c was broadcast to."""
     c, x, weight, beta, alpha = call.bind("input", "mat1", "mat2", "beta", "alpha", beta=1, alpha=1)
     grad = call.output_grad  # (R, p)
     factors: Factors = {}
     if call.tracks(c):
-        factors[c] = spread_factor(beta * grad, call.axes, call.output_shape, c.shape)
+        factors[c] = spread_factor(_scaled(grad, beta), call.axes, call.output_shape, c.shape)
     if call.tracks(weight):
-        factors[weight] = Outer(x, alpha * grad)
+        factors[weight] = Outer(x, _scaled(grad, alpha))
     if call.tracks(x):
-        factors[x] = Outer(alpha * grad, weight)  # the columns of mat2 are the rows here
+        factors[x] = Outer(_scaled(grad, alpha), weight)  # the columns of mat2 are the rows here
     return factors
+
+
+def _scaled(grad: Tensor, number: float) -> Tensor:
+    return grad if number == 1 else number * grad
 
 
 @own_rule(F.bilinear)

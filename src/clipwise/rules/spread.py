@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UncoveredUse
 from ..factors import Dense, Diagonal, Factor
 from ..layout import from_rows
-from ..numerics import squared_norms, to_accumulate
+from ..numerics import accumulation_dtype, squared_norms, to_accumulate
 from ..registry import Call, Factors, Rule, all_but_last
 
 
@@ -33,9 +33,8 @@ def spread_factor(grad: Tensor, axes: tuple[int, ...], expanded: torch.Size, sha
         rows = grad.shape[0]
         if not repeated:
             return Dense(grad.reshape(rows, *shape))
-        wide = to_accumulate(grad)
-        summed = wide.sum(repeated).reshape(rows, *shape)
-        return Dense(summed, mass=lambda: squared_norms(wide.abs().sum(repeated).reshape(rows, -1)).sqrt())
+        summed = grad.sum(repeated, dtype=accumulation_dtype(grad.dtype)).reshape(rows, *shape)
+        return Dense(summed, mass=lambda: squared_norms(to_accumulate(grad).abs().sum(repeated).reshape(rows, -1)).sqrt())
     if not all(own_rows):
         raise UncoveredUse(
             f"a weight of shape {tuple(shape)} meets examples laid out along axes {axes} of {tuple(expanded)}, of which it has only some.",

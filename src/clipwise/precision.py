@@ -1,0 +1,35 @@
+"""What autocast makes of the arguments of a matrix product, before the product is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .marks import CONSTANT, Marks
+from .registry import Use
+
+_ROUNDED = (torch.float32, torch.float16, torch.bfloat16)  # float64 is left as it is
+
+
+def as_autocast_rounds(use: Use, marks: Marks) -> Use:
+    """The call with its example data in the precision in which autocast will multiply it; the same call where autocast is off.
+
+    The rounding itself is autocast's own, only earlier: autograd and the tape then keep one and the same tensor, in the precision in which
+    ordinary training forms the weight's gradient from it.
+    """
+    if not any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")):
+        return use
+
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, Tensor) or use.tracks(value) or value.dtype not in _ROUNDED:
+            return value
+        device = value.device.type
+        if not torch.is_autocast_enabled(device) or value.dtype == (dtype := torch.get_autocast_dtype(device)):
+            return value
+        cast = value.to(dtype)
+        (marks.mark_constant if marks.kind(value) == CONSTANT else marks.mark_example)(cast)
+        return cast
+
+    return Use(use.func, *use.mapped(rounded), use.tracked)
