@@ -1,5 +1,7 @@
 """Kernels under Triton's interpreter, on a CPU, against float64. On a GPU: test_cuda.py."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,11 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
 
+from clipwise import kernels, numerics
 from clipwise.kernels.convolution import convolution_gradients
 from clipwise.kernels.outer import outer_squares
+from clipwise.kernels.rows import row_squares
+from clipwise.kernels.scaling import kept_rows, scaled_rows, weighted_row_sum
 
 
 @pytest.mark.parametrize("tile", [32, 64])
@@ -36,6 +41,48 @@ def test_views_and_extremes():
     assert not bool(found[2].isfinite())
     zero = outer_squares(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 32, False)
     assert torch.equal(zero, torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (5, 7), (4, 1500), (2, 20000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_of_rows(shape, dtype):
+    rows = torch.randn(shape).to(dtype)
+    found = row_squares(rows)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, rows.double().square().sum(1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(row_squares(rows.t().contiguous().t()), found, rtol=0, atol=0)
+    assert torch.equal(torch.ops.clipwise.row_squares(rows), found)
+
+
+def test_norms_of_rows_neither_overflow_nor_vanish(monkeypatch):
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(numerics, "_WORTH_A_KERNEL", 10)
+    rows = torch.randn(5, 3000)
+    rows[0] *= 1e30
+    rows[1] *= 1e-30
+    rows[2, 7] = torch.nan
+    rows[3, 2999] = torch.inf
+    found = numerics.row_norms(rows)
+    torch.testing.assert_close(found[[0, 1, 4]], rows[[0, 1, 4]].double().norm(dim=1), rtol=1e-13, atol=0)
+    assert not found[2:4].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (9, 300), (20, 2500)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_times_weights_and_their_sum(shape, dtype):
+    rows, weights = torch.randn(shape).to(dtype), torch.rand(shape[0])
+    weights[1] = 0
+    rows[1] = torch.nan
+    clean = rows.double()
+    clean[1] = 0
+    exact = clean * weights.double()[:, None]
+    torch.testing.assert_close(scaled_rows(rows, weights, torch.float32), exact.float(), rtol=2e-7, atol=0)
+    assert torch.equal(scaled_rows(rows, weights, dtype), (clean.float() * weights[:, None]).to(dtype))
+    assert torch.equal(kept_rows(rows, weights), clean.to(dtype))
+    assert torch.equal(kept_rows(rows.t().contiguous().t(), weights), clean.to(dtype))
+    torch.testing.assert_close(weighted_row_sum(rows, weights).double(), exact.sum(0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.ops.clipwise.weighted_row_sum(rows, weights), weighted_row_sum(rows, weights))
+    assert torch.equal(torch.ops.clipwise.scaled_rows(rows, weights, dtype, True), kept_rows(rows, weights))
 
 
 CONVOLUTIONS = {
@@ -87,3 +134,24 @@ def test_several_images_an_example_in_any_layout():
         squares, kept = convolution_gradients(grad, images, shape, one, [0, 0], one, 1, 16, False, True)
         torch.testing.assert_close(kept.double(), expected, rtol=2e-4, atol=2e-5)
         torch.testing.assert_close(squares, expected.flatten(1).square().sum(1), rtol=2e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining")
+@pytest.mark.parametrize("name", ["sequence", "cnn", "class token"])
+def test_a_graph_with_kernels_gives_the_numbers_of_plain_operations(name, monkeypatch):
+    """Rows are scaled, guarded, measured and added up by kernels wherever a graph allows; a row that is filled up counts for nothing."""
+    from test_compiled import MODELS, RECORDS, train
+
+    build, shape = MODELS[name]
+    x = torch.randn(RECORDS, *shape)
+    torch.manual_seed(0)
+    first = build()
+    expected, _, _ = train(copy.deepcopy(first), x, compiled=False)
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(numerics, "_WORTH_A_KERNEL", 0)
+    monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device, most=None: cls(0)))  # what is kept is not scaled
+    found, step, _ = train(first, x)
+    (variant,) = step.graphs.variants.values()
+    operators = {str(node.target) for node in variant.traced.graph.graph.nodes}
+    assert {"clipwise.row_squares.default", "clipwise.weighted_row_sum.default", "clipwise.scaled_rows.default"} <= operators
+    assert float((found - expected).norm()) <= 1e-4 * float(expected.norm())

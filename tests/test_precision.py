@@ -240,3 +240,50 @@ def test_errors_that_add_up_in_the_direction_of_the_gradient_are_covered(way):
                 norm = float(total.measured_by(way).now().sqrt())
                 found.append(float(total.weighted_sum(torch.tensor([weight], dtype=torch.float64)).abs()) / (weight * norm))
     assert max(found) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["linear", "addmm", "conv"])
+def test_under_autocast_the_tape_keeps_what_autograd_keeps(kind):
+    """Rounded once, before the product: no second copy in float32, and the gradient is that of ordinary training."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(*{"linear": (5, 6), "addmm": (6, 5), "conv": (5, 6, 3)}[kind]))
+    bias = nn.Parameter(torch.randn(5))
+    x = torch.randn(4, 6, 7) if kind == "conv" else torch.randn(4, 6)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(x.shape[-1])
+            self.weight, self.bias = weight, bias
+
+        def forward(self, x):
+            h = self.norm(x)  # in float32
+            if kind == "linear":
+                return F.linear(h, self.weight, self.bias)
+            return torch.addmm(self.bias, h, self.weight) if kind == "addmm" else F.conv1d(h, self.weight, self.bias)
+
+    model, saved = Model(), []
+
+    def losses_of():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().flatten(1).sum(1)
+
+    def keep(tensor):
+        saved.append((tensor.dtype, tensor.shape))
+        return tensor
+
+    ordinary = torch.autograd.grad(losses_of().sum(), list(model.parameters()))
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = losses_of()
+        found = cw.clipped_gradients(tape, losses, cw.flat(1e6))
+    for (name, _), expected in zip(model.named_parameters(), ordinary):
+        torch.testing.assert_close(found[name], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses_of()
+        of_ordinary = sum(dtype == torch.float32 and shape == x.shape for dtype, shape in saved)
+        saved.clear()
+        with cw.capture(model):
+            losses_of()
+    of_tape = sum(dtype == torch.float32 and shape == x.shape for dtype, shape in saved)
+    assert of_tape == of_ordinary + 1  # what LayerNorm's rule reads, which is what LayerNorm keeps

@@ -29,11 +29,11 @@ def noised(
             totals = [sums[place] for place in places]
             flat = [normals.new_zeros(size) if total is None else total.reshape(-1) for size, total in zip(sizes, totals)]
             normals.add_(torch.cat(flat), alpha=1 / divisor)
-            gradients = [torch.empty_like(parameters[place]) for place in places]  # no views: each has its own version counter
-            parts = normals.to(gradients[0].dtype).split(sizes)
-            torch._foreach_copy_(gradients, [part.view(gradient.shape) for part, gradient in zip(parts, gradients)])
-            for place, gradient in zip(places, gradients):
-                found[place] = gradient
+            rounded = normals.to(parameters[places[0]].dtype).split(sizes)
+            parts = [part.view(parameters[place].shape) for place, part in zip(places, rounded)]
+            for place, gradient in zip(places, torch._foreach_add(parts, 0.0)):  # no views: each has its own version counter
+                parameter = parameters[place]
+                found[place] = gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels import are_available
 from .tracing import is_tracing
 
 _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
@@ -18,6 +19,8 @@ _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
 _WORKING = (torch.float32, torch.float64)
 _BLOCK = 1024  # elements added in working precision before the sum moves to float64
 _SMALL = 2**16  # numbers that are converted to float64 outright
+_WORTH_STARTING_ONE = 2**24  # numbers of a sum that a kernel of our own adds up sooner, though it takes longer to start
+_WORTH_A_KERNEL = 2**18  # numbers that torch takes longer to copy to float64 than Python takes to start a kernel
 _SAFE_SQUARE = 1e-30  # below this a float32 sum of squares may have lost terms to underflow
 
 
@@ -104,6 +107,10 @@ def flat_rows(rows: Tensor) -> Tensor:
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
     flat = flat_rows(rows if rows.is_cuda else to_accumulate(rows))
+    if flat.numel() > _WORTH_A_KERNEL and are_available(flat.device, flat.dtype):
+        from .kernels.rows import row_squares
+
+        return row_squares(flat).sqrt()
     if (flat.is_cuda or is_tracing()) and flat.shape[1]:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     return squared_norms(rows).sqrt()
@@ -146,20 +153,45 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
     `clean` says that no row holds NaN or Inf.
     """
-    exact = in_working_precision(weights, accumulation_dtype(rows.dtype)).view(-1, *[1] * (rows.dim() - 1))
-    scaled = rows * exact
+    dtype = accumulation_dtype(rows.dtype)
+    exact = in_working_precision(weights, dtype)
+    if _is_for_a_kernel(rows):
+        return _scaled(rows, exact, dtype)
+    scaled = rows * exact.view(-1, *[1] * (rows.dim() - 1))
     return scaled if clean else drop_rows(scaled, weights)
+
+
+def _is_for_a_kernel(rows: Tensor) -> bool:
+    """In a graph a kernel costs nothing to start, and saves the copies that guard against rows that are not finite."""
+    return is_tracing() and rows.numel() > _WORTH_A_KERNEL and are_available(rows.device, rows.dtype)
+
+
+def _scaled(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    from .kernels.scaling import scaled_rows
+
+    return scaled_rows(flat_rows(rows), exact, dtype).view(rows.shape)
 
 
 def scale_stored(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
     """`scale_rows`, in the precision of the rows: each product is rounded once, from float32."""
     if rows.dtype in _WORKING:
         return scale_rows(rows, weights, clean=clean)
+    if _is_for_a_kernel(rows):
+        return _scaled(rows, in_working_precision(weights, torch.float32), rows.dtype)
     if is_tracing():
         return scale_rows(rows, weights, clean=clean).to(rows.dtype)
     scaled = torch.empty_like(rows)
     torch.mul(rows, in_working_precision(weights, torch.float32).view(-1, *[1] * (rows.dim() - 1)), out=scaled)
     return scaled if clean else drop_rows(scaled, weights)
+
+
+def weighted_row_sum(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
+    """Σ_i weights[i]·rows[i]; a row of weight zero adds nothing even where it holds NaN or Inf. rows: (B, n), weights: (B,) of one type"""
+    if rows.numel() > (_WORTH_A_KERNEL if is_tracing() else _WORTH_STARTING_ONE) and are_available(rows.device, rows.dtype):
+        from .kernels.scaling import weighted_row_sum as by_kernel
+
+        return by_kernel(rows, weights)
+    return torch.mv((rows if clean else drop_rows(rows, weights)).t(), weights)  # (n, B) · (B,)
 
 
 def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,6 +211,10 @@ def in_working_precision(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 def drop_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """`rows` with the rows of weight zero set to zero (0·Inf is NaN, so a product alone would not do)."""
+    if _is_for_a_kernel(rows):
+        from .kernels.scaling import kept_rows
+
+        return kept_rows(flat_rows(rows), weights).view(rows.shape)
     kept = weights != 0
     if not rows.is_cuda and not is_tracing() and bool(kept.all()):
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from .layout import Layout, Table
 from .planner import MemoryBudget
 from .tape import Tape
 from .taps import Record
+from .tracing import is_tracing, tracing
 
 Placement = Callable[[Record], Layout | Table | None]  # where the examples lie at a tap; None: its gradient is zero
 
@@ -44,10 +46,13 @@ def evaluate(
         else:
             gradients.add(record, grad, kept, place)
 
+    inside = tracing if is_tracing() else contextlib.nullcontext  # the backward pass of a GPU has a thread of its own, which does not know
+
     def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
         heard.append(record)
         if record.output is None:
-            add(record, grad, kept)
+            with inside():
+                add(record, grad, kept)
         else:  # differentiated through a graph of its own, not within this pass
             waiting.append((record, grad, kept))
 

@@ -164,16 +164,15 @@ def trace(
 
 
 def _constants(graph: GraphModule) -> list[Tensor]:
-    return [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+    """Numbers that are baked in. (Fused attention hands empty tensors from its forward to its backward pass: they hold none.)"""
+    found = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+    return [tensor for tensor in found if tensor.numel()]
 
 
 def _check_constants(graph: GraphModule) -> None:
-    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps.
-
-    (Fused attention hands empty tensors from its forward to its backward pass: they hold nothing.)
-    """
+    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps."""
     for tensor in _constants(graph):
-        if tensor.numel() and not is_declared_constant(tensor):
+        if not is_declared_constant(tensor):
             raise NotTraceable(
                 f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
                 "with clipwise.constant(x)."

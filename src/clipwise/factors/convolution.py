@@ -93,8 +93,8 @@ class Convolution(Factor):
 
         slid, still = (self.grad, self.input) if self.geometry.transposed else (self.input, self.grad)
         how, tf32 = self.geometry, rounds_to_tf32(by_cudnn=True)
-        sizes = [list(self.shape), list(how.stride), list(how.padding), list(how.dilation)]
-        squares, kept = convolution_gradients(still, slid, *sizes, how.groups, tile, tf32, keep)
+        shape, stride, padding, dilation = (list(sizes) for sizes in (self.shape, how.stride, how.padding, how.dilation))
+        squares, kept = convolution_gradients(still, slid, shape, stride, padding, dilation, how.groups, tile, tf32, keep)
         return squares, kept if keep else None
 
     def as_outer(self) -> Outer:

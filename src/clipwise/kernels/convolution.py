@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tracing import is_tracing
 from .outer import added_up, precision_of, tile_squares
 
 _PLACES = 32  # that are multiplied at once
@@ -79,11 +80,16 @@ def _in_three_dimensions(images: Tensor) -> Tensor:
     return images
 
 
-@torch.library.custom_op("clipwise::convolution_gradients", mutates_args=())
 def convolution_gradients(
     still: Tensor, slid: Tensor, shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, tile: int, tf32: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """still: (B, k, C, *L), slid: (B, k, C', *S), shape of the kernel → squared norms, (B,) in float64, and the gradients, (B, *shape), if kept"""
+    return (_operator if is_tracing() else _run)(still, slid, shape, stride, padding, dilation, groups, tile, tf32, keep)
+
+
+def _run(
+    still: Tensor, slid: Tensor, shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, tile: int, tf32: bool, keep: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     examples, images = still.shape[:2]
     outs, ins, *kernel = shape[0] // groups, shape[1], *_three(shape[2:], 1)
     still, slid = (_in_three_dimensions(side.flatten(0, 1)) for side in (still, slid))
@@ -99,7 +105,10 @@ def convolution_gradients(
     return added_up(largest, squares, examples), kept
 
 
-@convolution_gradients.register_fake
+_operator = torch.library.custom_op("clipwise::convolution_gradients", _run, mutates_args=())
+
+
+@_operator.register_fake
 def _(
     still: Tensor, slid: Tensor, shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, tile: int, tf32: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tracing import is_tracing
+
 
 @triton.jit
 def tile_squares(acc, largest_out, squares_out, place):  # type: ignore[no-untyped-def]
@@ -57,9 +59,12 @@ def added_up(largest: Tensor, squares: Tensor, examples: int) -> Tensor:
     return (largest.double().square() * squares.double()).view(examples, -1).sum(1)
 
 
-@torch.library.custom_op("clipwise::outer_squares", mutates_args=())
 def outer_squares(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     """left: (B, G, T, p), right: (B, G, T, d) → (B,) in float64, added over G"""
+    return (_operator if is_tracing() else _run)(left, right, tile, tf32)
+
+
+def _run(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     examples, blocks, terms, p = left.shape
     d = right.shape[-1]
     left, right = left.flatten(0, 1), right.flatten(0, 1)
@@ -71,6 +76,9 @@ def outer_squares(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     return added_up(largest, squares, examples)
 
 
-@outer_squares.register_fake
+_operator = torch.library.custom_op("clipwise::outer_squares", _run, mutates_args=())
+
+
+@_operator.register_fake
 def _(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     return left.new_empty(left.shape[0], dtype=torch.float64)
