@@ -149,7 +149,9 @@ def test_a_graph_with_kernels_gives_the_numbers_of_plain_operations(name, monkey
     expected, _, _ = train(copy.deepcopy(first), x, compiled=False)
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(numerics, "_WORTH_A_KERNEL", 0)
-    monkeypatch.setattr("clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device, most=None: cls(0)))  # what is kept is not scaled
+    monkeypatch.setattr(
+        "clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device, most=None: cls(0))
+    )  # what is kept is not scaled
     found, step, _ = train(first, x)
     (variant,) = step.graphs.variants.values()
     operators = {str(node.target) for node in variant.traced.graph.graph.nodes}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from .inventory import named_modules
 from .structure import tensors_in
 from .weak import WeakTable
 
@@ -18,7 +19,7 @@ _earlier: WeakTable[str] = WeakTable()  # examples of an earlier batch, and wher
 def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
-        for path, module in root.named_modules():
+        for path, module in named_modules(root):
             for name, value in own_attributes(module):
                 if type(value) not in _HOLDS_NO_TENSOR:
                     for tensor in tensors_in(value, _DEPTH):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
+from .inventory import named_modules
 from .kept import kept_from_earlier, kept_tensors
 from .structure import tensors_in
 from .weak import WeakTable, serial_of
@@ -59,7 +60,7 @@ class Marks:
         self.derived_dtypes: set[torch.dtype] = set()
         several = len(modules) > 1
         for number, root in enumerate(modules):
-            for prefix, module in root.named_modules():
+            for prefix, module in named_modules(root):
                 path = ".".join(filter(None, [str(number) if several else "", prefix]))
                 for name, parameter in module._parameters.items():
                     if parameter is not None:

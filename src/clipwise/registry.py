@@ -40,7 +40,8 @@ class Use:
 
     def mapped(self, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with every value, also inside lists and tuples, put through `function`."""
-        return map_values(tuple(self.args), function), {name: map_values(value, function) for name, value in self.kwargs.items()}
+        args = [map_values(value, function) if isinstance(value, list | tuple) else function(value) for value in self.args]
+        return tuple(args), {name: map_values(value, function) for name, value in self.kwargs.items()} if self.kwargs else {}
 
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""

@@ -14,6 +14,7 @@ from .adaptive import Adaptive
 from .clipping import Clipping
 from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
+from .inventory import named_modules
 from .noise import noised, purposes
 from .pending import Pending
 from .plan import PrivacyPlan
@@ -64,9 +65,12 @@ class Updates:
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         several = len(self._modules) > 1
-        for number, module in enumerate(self._modules):
-            for name, parameter in module.named_parameters():
-                yield f"{number}.{name}" if several else name, parameter
+        for number, root in enumerate(self._modules):
+            for path, module in named_modules(root):
+                prefix = f"{number}." * several + (f"{path}." if path else "")
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        yield prefix + name, parameter
 
     def by_name(self) -> dict[str, Tensor]:
         """{name: parameter} of every one that is trainable now, once."""

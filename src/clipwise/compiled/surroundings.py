@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inventory import all_modules
 from ..kept import own_attributes
 from ..numerics import rounds_to_tf32
 from ..weak import serial_of
@@ -27,7 +28,7 @@ def signature_of(leaf: Any) -> Any:
 def surroundings(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Modules, their modes, hooks and numbers, the tensors they keep, autocast and TF32."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    found = [_of(module) for root in modules for module in root.modules()]
+    found = [_of(module) for module in all_modules(modules)]
     return tuple(found), *autocast, rounds_to_tf32(by_cudnn=False), rounds_to_tf32(by_cudnn=True)
 
 

@@ -25,6 +25,7 @@ from ..again import random_states_kept
 from ..clipping import Clipping
 from ..collect import collect_for_graph
 from ..declared import is_declared_constant
+from ..inventory import all_modules
 from ..methods.base import mean_weights
 from ..numerics import without_autocast
 from ..tape import capture
@@ -44,8 +45,7 @@ class State:
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> State:
         places, tensors = [], []
-        owners = {id(module): module for root in modules for module in root.modules()}
-        for module in owners.values():
+        for module in all_modules(modules):
             for members in (module._parameters, module._buffers):
                 for name, tensor in members.items():
                     if tensor is not None:

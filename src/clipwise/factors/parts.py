@@ -80,6 +80,8 @@ class PartSum:
 
 def sum_of(factors: Sequence[Factor]) -> FactorSum | PartSum:
     """All factors of one tensor as one."""
+    if len(factors) == 1 and not isinstance(factors[0], Placed):
+        return FactorSum(factors)
     parts = [factor for factor in factors if isinstance(factor, Placed)]
     if len(parts) == len(factors) and are_disjoint(frozenset(part.region for part in parts), parts[0].whole):
         return PartSum(parts)

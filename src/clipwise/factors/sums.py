@@ -32,9 +32,9 @@ class FactorSum:
     """
 
     def __init__(self, factors: Sequence[Factor]):
-        self.factors = _joined(list(factors))
-        self.shape = self.factors[0].shape
-        self.batch = self.factors[0].batch
+        self.factors = _joined(list(factors)) if len(factors) > 1 else list(factors)
+        first = self.factors[0]
+        self.shape, self.batch, self.device, self.dtype = first.shape, first.batch, first.device, first.dtype
         self._kept: Dense | None = None
         self._mass: Tensor | None = None
         self._summary = ""  # of factors that are forgotten
@@ -45,6 +45,8 @@ class FactorSum:
         """Σ_i weights[i]·g_i. `clean`: every g_i is finite."""
         if self._kept is not None:
             return self._kept.weighted_sum(weights, clean=clean)
+        if len(self.factors) == 1:
+            return self.factors[0].weighted_sum(weights, clean=clean)
         first, *rest = (factor.weighted_sum(weights, clean=clean) for factor in self.factors)
         for other in rest:
             first = first + other
@@ -145,29 +147,30 @@ class FactorSum:
         if not self.is_measured_with_others:
             return None
         [factor] = self.factors
+        if isinstance(factor, Dense) and second_pass is None:
+            self.way = "written"
+            return [factor.grad], 1.0
         rounded = self._rounded(second_pass)
         added = (math.sqrt(1 + 4 * rounded) + (self._drift(rounded) if second_pass is not None else 0.0)) ** 2
-        if isinstance(factor, Dense) and (second_pass is None or factor.is_one_term):
+        if isinstance(factor, Dense):
             self.way = "written"
-            return [factor.grad], 1.0 if second_pass is None else added
-        if isinstance(factor, Outer):
-            self.way = "product"
-            return list(factor.tensors), added
-        return None
+            return ([factor.grad], added) if factor.is_one_term else None
+        self.way = "product"
+        return list(factor.tensors), added
 
     @property
     def is_measured_with_others(self) -> bool:
         """Whether the squared norm may be a product of row norms, which are measured for many parameters at once."""
-        [factor, *others] = self.factors
-        if others or self.batch == 0:
+        if len(self.factors) > 1 or self.batch == 0:
             return False
+        factor = self.factors[0]
         return isinstance(factor, Dense) or (isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1))
 
     def forget_terms(self) -> None:
         """Free what a written-out gradient was made of. No mass is known any more."""
         if self._kept is not None:
             self._summary, self.factors = self.summary, [self._kept]
-        elif isinstance(self.factors[0], Dense) and len(self.factors) == 1:
+        elif isinstance(self.factors[0], Dense) and len(self.factors) == 1 and not self.factors[0].is_one_term:
             self.factors = [Dense(self.factors[0].grad)]
 
     @property
@@ -177,14 +180,6 @@ class FactorSum:
     @property
     def summary(self) -> str:
         return self._summary or " + ".join(factor.summary for factor in self.factors)
-
-    @property
-    def device(self) -> torch.device:
-        return self.factors[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.factors[0].dtype
 
     def _measured(self, way: str) -> Squares:
         single = self.factors[0]
