@@ -85,6 +85,28 @@ def test_rows_times_weights_and_their_sum(shape, dtype):
     assert torch.equal(torch.ops.clipwise.scaled_rows(rows, weights, dtype, True), kept_rows(rows, weights))
 
 
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_kernels_that_do_not_run_on_a_device_are_left_out(fault, monkeypatch):
+    """A machine without a compiler, say: a message, and plain operations."""
+    from clipwise.kernels import rows as rows_module
+
+    def faulty(rows):
+        if fault == "raises":
+            raise RuntimeError("Failed to find C compiler")
+        return torch.zeros(len(rows), dtype=torch.float64)
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    monkeypatch.setattr(kernels, "_found", {})
+    monkeypatch.setattr(rows_module, "_run", faulty)
+    with pytest.warns(UserWarning, match="find C compiler" if fault == "raises" else "other numbers than torch"):
+        assert not kernels.are_available(device, torch.float32)
+    assert not kernels.are_available(device, torch.float32)  # without another message
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    assert kernels.are_available(device, torch.float32) and not kernels.are_available(device, torch.float64)
+
+
 CONVOLUTIONS = {
     "1d": dict(x=(3, 4, 11), w=(6, 4, 3), stride=2, padding=1),
     "2d": dict(x=(2, 3, 9, 8), w=(5, 3, 3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),

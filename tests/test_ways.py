@@ -213,3 +213,14 @@ def test_a_network_is_clipped_right_by_whatever_is_fastest(timed):
     expected, _ = clip_and_add(loop_gradients(model, [x]), 0.5)
     for name, total in found.items():
         torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_lengths_that_vary_from_batch_to_batch_are_not_all_tried(timed):
+    """Text is padded to the longest of a batch: about as long is as good."""
+    _, runs = timed
+    tried = []
+    for terms in (70, 100, 128, 65, 129):
+        FactorSum([Outer(examples(6, terms, 3), examples(6, terms, 5))]).measure(MemoryBudget())
+        tried.append(len(runs))
+    first = tried[0]
+    assert first > 1 and tried == [first] * 4 + [2 * first]

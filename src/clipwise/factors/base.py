@@ -12,6 +12,11 @@ from torch import Tensor
 from ..numerics import accumulation_dtype
 
 
+def roughly(length: int) -> int:
+    """The next power of two."""
+    return 1 << (length - 1).bit_length() if length > 1 else length
+
+
 class Grouping(Protocol):
     """Sorts rows into examples: (R, ...) → (B, k, ...), k rows an example, empty places filled with zeros."""
 
@@ -72,7 +77,7 @@ class Factor(ABC):
 
     @property
     def signature(self) -> Hashable:
-        """What the time it takes depends on, besides the number of examples."""
+        """What the time it takes depends on, besides the number of examples; lengths that vary from batch to batch are told apart roughly."""
         return type(self), self.shape, *(tensor.shape[1:] for tensor in self.tensors)
 
     @property

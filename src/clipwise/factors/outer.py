@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..numerics import drop_rows, in_working_precision, product, rounds_to_tf32, row_norms, scale_stored, to_multiply
-from .base import Factor, Grouping
+from .base import Factor, Grouping, roughly
 from .squares import Squares, known
 
 
@@ -118,6 +119,10 @@ class Outer(Factor):
     def summary(self) -> str:
         blocks = f"{self.blocks} blocks of " if self.blocks > 1 else ""
         return f"{blocks}{self.terms} × ({self._sides[0].shape[-1]} ⊗ {self._sides[1].shape[-1]})"
+
+    @property
+    def signature(self) -> Hashable:
+        return type(self), self.shape, self._block, roughly(self.terms)
 
     @property
     def dense_flops(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from ..numerics import row_norms, scale_rows, squared_norms, to_accumulate
-from .base import Factor, Grouping
+from .base import Factor, Grouping, roughly
 
 
 class Rows(Factor):
@@ -58,6 +60,10 @@ class Rows(Factor):
     def joined(self, other: Rows) -> Rows:
         """The gradient of a table used twice."""
         return Rows(torch.cat([self.ids, other.ids], 1), torch.cat([self.rows, other.rows], 1), self.shape)
+
+    @property
+    def signature(self) -> Hashable:
+        return type(self), self.shape, roughly(self.ids.shape[1])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

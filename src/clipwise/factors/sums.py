@@ -90,8 +90,8 @@ class FactorSum:
 
     @property
     def signature(self) -> Hashable:
-        """Shapes and precision, without the number of examples."""
-        return tuple((tensor.shape[1:], tensor.dtype) for factor in self.factors for tensor in factor.tensors)
+        """Of all its factors, and their precision."""
+        return tuple([(factor.signature, factor.stored_dtype) for factor in self.factors])
 
     def measured_by(self, named: str) -> Squares:
         """By a way of ways.py: `keep`, `tiles`, `gram` …, or `keep by windows` where a convolution's gradients are written out."""

@@ -59,8 +59,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
             names.append("gram")
         names += _kernels(total, keep)
         rule = next((name for name in names if name.startswith(rule)), names[0])
-        what = tuple((factor.signature, factor.stored_dtype) for factor in factors)
-        way, seconds = TRIALS.fastest(what, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
+        way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
         budget.take(total.batch * numel * element_size)
     return way, seconds

@@ -1,16 +1,19 @@
 """Kernels of our own, in Triton. Where Triton is absent, or a device has none, the plain ways of factors/ways.py are all there is.
 
-Each kernel is an operator of torch that graphs may hold, has a plain twin (the way `tiles`), and is used for a shape only after it agreed
-with that twin on the tensors at hand and was faster.
+Each kernel is an operator of torch that graphs may hold, and has a plain twin. Those for norms of products and of convolutions are used for a
+shape only after they agreed with that twin on the tensors at hand and were faster; the others are tried once on every device.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from functools import cache
 
 import torch
+
+from ..tracing import outside_graphs
 
 DEVICES = set() if os.environ.get("CLIPWISE_KERNELS") == "0" else {"cuda"}  # CLIPWISE_KERNELS=0 leaves them out
 OUTER_TILES = (32, 64, 128)  # rows and columns of a matrix that a program forms
@@ -24,4 +27,22 @@ def _has_triton() -> bool:
 
 
 def are_available(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type in DEVICES and dtype in _DTYPES and _has_triton()
+    return device.type in DEVICES and dtype in _DTYPES and _has_triton() and _do_run(device)
+
+
+_found: dict[torch.device, bool] = {}
+
+
+def _do_run(device: torch.device) -> bool:
+    """Whether kernels run there and find what plain operations find: tried once. (Triton needs a C compiler on the machine.)"""
+    if device not in _found:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        from .trial import agrees_with_torch
+
+        with outside_graphs():
+            why = agrees_with_torch(device)
+        _found[device] = why is None
+        if why is not None:
+            warnings.warn(f"kernels of our own are left out on {device}: {why}", stacklevel=2)
+    return _found[device]
