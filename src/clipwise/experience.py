@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from .decisions import Decisions
 from .explain import Explained
 from .layout import Layout
-
-Decisions = dict[Hashable, tuple[str, float | None]]  # (parameter, shapes, about how many examples) → (way, seconds when it was tried)
 
 
 @dataclass
@@ -24,9 +23,8 @@ class Experience:
     steps: int = 0
     explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when that was decided
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # who uses a parameter
-    ways: Decisions = field(default_factory=dict)  # how norms are evaluated; decided anew after each verification
-    ways_in_graphs: Decisions = field(default_factory=dict)  # the same code must give the same graph again
-    peak: int | None = None  # bytes that may be allocated at once, when ways were decided
+    ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification
+    ways_in_graphs: Decisions = field(default_factory=Decisions)
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def is_time_to_look_again(self) -> bool:

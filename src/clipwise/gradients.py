@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .decisions import Deciding
 from .derived import pull_back
 from .errors import WrongRule
 from .explain import Explained
@@ -28,11 +29,10 @@ from .factors import (
     row_squares_together,
     sum_of,
 )
-from .factors.ways import way_of
 from .functions import full_name
 from .layout import Layout, Table, to_rows
 from .numerics import in_working_precision, unit_roundoff
-from .planner import MemoryBudget, peak_allowed
+from .planner import MemoryBudget
 from .pulled import PulledBack, Watching, chunked_gradients
 from .registry import Call
 from .rules.spread import spread_rule
@@ -73,10 +73,8 @@ class ExampleGradients:
         self._watching = _watching(tape)
         self._device = device
         self._experience = tape.experience
-        self._decisions = tape.experience.ways_in_graphs if is_tracing() else tape.experience.ways
-        if is_last and (is_tracing() or not self._decisions):
-            tape.experience.peak = peak_allowed(device)
-        self._budget = MemoryBudget.on(device, tape.experience.peak if is_last else None)
+        decisions = tape.experience.ways_in_graphs if is_tracing() else tape.experience.ways
+        self._deciding = Deciding(decisions, decisions.budget(device) if is_last else MemoryBudget.on(device), is_known=is_known)
         self._awaited = dict(tape.taps_of) if is_last and not tape.needs_graph and not tape.computes_again else {}  # taps of a parameter
         self._direct: dict[int, list[Factor]] = {}
         self._indirect: dict[int, tuple[Tensor, list[Factor]]] = {}
@@ -86,7 +84,6 @@ class ExampleGradients:
         self._pulled: PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
         self.is_known = is_known
-        self._is_decided = is_known  # no way was decided on in this step
         self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
@@ -125,17 +122,12 @@ class ExampleGradients:
     def _measures(self, key: int, total: FactorSum | PartSum, second_pass: torch.dtype | None = None) -> list[Squares]:
         """By the way that was decided on for these shapes, or is now."""
         start = time.perf_counter()
-        if second_pass is not None or not isinstance(total, FactorSum):
-            found = total.measures(self._budget, second_pass=second_pass)
+        if second_pass is not None:
+            found = total.measures(self._deciding.budget, second_pass=second_pass)
         else:
-            case = self._marks.names[key], total.signature, self.batch.bit_length()
-            decision = self._decisions.get(case) if self.is_known else None
-            if decision is None:
-                self._is_decided = False
-                decision = way_of(total, self._budget)
-                if self.is_known:
-                    self._decisions[case] = decision
-            found = [total.measure_by(decision)]
+            parts = [total] if isinstance(total, FactorSum) else total.parts.values()
+            name = self._marks.names[key]
+            found = [part.measure_by(self._deciding.way((name, place), part)) for place, part in enumerate(parts)]
         self._seconds[key] = total.seconds if self._device.type != "cpu" else time.perf_counter() - start
         return found
 
@@ -216,10 +208,10 @@ class ExampleGradients:
         for key, total in waiting.items():
             if together is None or key not in parts:
                 alone[key] = self._measures(key, total, second_pass)
-        if not self._is_decided:
+        if self._deciding.is_new:
             self._explain()
         if self._pulled is not None:
-            alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._budget).items()}
+            alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._deciding).items()}
         norms = _added_up(alone)
         if together is not None:
             norms |= dict(zip(parts, products_of_columns(together.on_host(), [factor for _, factor in parts.values()])))
@@ -242,7 +234,7 @@ class ExampleGradients:
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
         if self._pulled is not None:
-            masses |= self._pulled.masses(self._budget)
+            masses |= self._pulled.masses(self._deciding)
         return {name: masses[key].to(self._device) for key, name in self._marks.names.items() if key in masses}
 
     def forget_terms(self) -> None:

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 
-@dataclass(frozen=True)
 class _Walk:
-    """It must not hold the root itself, which it hangs on."""
+    """What was found below a root. It holds no module: a module below may hold the root, which then would live forever."""
 
-    below: list[tuple[str, nn.Module]]
-    own_children: dict[str, Any]  # of the root, as they were
-    children: list[dict[str, Any]]  # of each module below it
+    def __init__(self, root: nn.Module):
+        _, *below = root.named_modules()
+        self._below = [(path, weakref.ref(module), _children(module)) for path, module in below]
+        self._children = _children(root)
 
-    def is_current(self, root: nn.Module) -> bool:
-        return root._modules == self.own_children and all(
-            module._modules == before for (_, module), before in zip(self.below, self.children)
-        )
+    def below(self, root: nn.Module) -> list[tuple[str, nn.Module]] | None:
+        """(dotted path, module); None where it is not what it was."""
+        if _children(root) != self._children:
+            return None
+        found = []
+        for path, reference, children in self._below:
+            module = reference()
+            if module is None or _children(module) != children:
+                return None
+            found.append((path, module))
+        return found
+
+
+def _children(module: nn.Module) -> tuple[list[str], list[int]]:
+    """Their names and who they are. (Those that were walked are alive, or the walk is over: no id is another's.)"""
+    children = module._modules
+    return list(children), list(map(id, children.values()))
 
 
 _walks: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary()
@@ -30,10 +41,12 @@ _walks: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary(
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """As root.named_modules(): (dotted path, module), each module once, the root first."""
     walk = _walks.get(root)
-    if walk is None or not walk.is_current(root):
-        _, *below = root.named_modules()
-        walk = _walks[root] = _Walk(below, dict(root._modules), [dict(module._modules) for _, module in below])
-    return [("", root), *walk.below]
+    below = walk.below(root) if walk is not None else None
+    if below is None:
+        walk = _walks[root] = _Walk(root)
+        below = walk.below(root)
+        assert below is not None
+    return [("", root), *below]
 
 
 def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

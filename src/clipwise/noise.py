@@ -28,10 +28,11 @@ def noised(
             normals = randomness.gaussians(sum(sizes), chunk_purpose, step, device).mul_(deviation / divisor)
             totals = [sums[place] for place in places]
             flat = [normals.new_zeros(size) if total is None else total.reshape(-1) for size, total in zip(sizes, totals)]
-            normals.add_(torch.cat(flat), alpha=1 / divisor)
+            normals.add_(torch.cat(flat) if len(flat) > 1 else flat[0], alpha=1 / divisor)
             rounded = normals.to(parameters[places[0]].dtype).split(sizes)
             parts = [part.view(parameters[place].shape) for place, part in zip(places, rounded)]
-            for place, gradient in zip(places, torch._foreach_add(parts, 0.0)):  # no views: each has its own version counter
+            separate = torch._foreach_add(parts, 0.0) if len(parts) > 1 else parts  # each has a version counter of its own
+            for place, gradient in zip(places, separate):
                 parameter = parameters[place]
                 found[place] = gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
     return found

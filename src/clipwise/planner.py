@@ -29,6 +29,7 @@ class MemoryBudget:
         self._left = left
         self._device = device
         self._most = most
+        self._spent = 0
 
     @classmethod
     def on(cls, device: torch.device, most: int | None = None) -> MemoryBudget:
@@ -39,15 +40,18 @@ class MemoryBudget:
         """Whether so many bytes are there."""
         if self._left is None:
             self._left = _free_on(self._device)
-        return size <= self._left and (self._most is None or size <= self._most - torch.cuda.memory_allocated(self._device))
+        return size + self._spent <= self._left and (self._most is None or size <= self._most - torch.cuda.memory_allocated(self._device))
 
     def take(self, size: int) -> bool:
         """Reserve `size` bytes if they are there."""
         if not self.has(size):
             return False
-        assert self._left is not None
-        self._left -= size
+        self.spend(size)
         return True
+
+    def spend(self, size: int) -> None:
+        """They are reserved: that was decided before."""
+        self._spent += size
 
 
 def peak_allowed(device: torch.device) -> int | None:

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from .decisions import Deciding
 from .derived import example_gradients
 from .factors import Dense, FactorSum, PartSum
 from .numerics import squared_norms, to_accumulate
-from .planner import MemoryBudget, chunk_on
+from .planner import chunk_on
 
 Watching = Callable[[], AbstractContextManager[None]]
 
@@ -49,10 +50,11 @@ class PulledBack:
         self._kept: dict[int, list[Tensor]] | None = None
         self._norms: dict[int, Tensor] | None = None
 
-    def squared_norms(self, budget: MemoryBudget) -> dict[int, Tensor]:
+    def squared_norms(self, deciding: Deciding) -> dict[int, Tensor]:
         if self._norms is None:
-            size = self._batch * sum(4 * parameter.numel() for parameter in self.inputs.values())
-            kept: dict[int, list[Tensor]] | None = {key: [] for key in self.inputs} if budget.take(size) else None
+            sizes = [parameter.numel() for parameter in self.inputs.values()]
+            keep = deciding.may_keep(("pulled back", *sizes), self._batch, 4 * self._batch * sum(sizes))
+            kept: dict[int, list[Tensor]] | None = {key: [] for key in self.inputs} if keep else None
             norms: dict[int, list[Tensor]] = {key: [] for key in self.inputs}
             for _, _, gradients in self._each_chunk():
                 for key, gradient in gradients.items():
@@ -63,10 +65,10 @@ class PulledBack:
             self._norms = {key: torch.cat(parts) for key, parts in norms.items()}
         return self._norms
 
-    def masses(self, budget: MemoryBudget) -> dict[int, Tensor]:
+    def masses(self, deciding: Deciding) -> dict[int, Tensor]:
         """As large as the terms behind the derived weights, at least: what autograd adds up on the way may cancel."""
         terms = torch.stack([total.mass().to(self._sums[0].device) for total in self._sums]).sum(0)
-        return {key: norms.sqrt() + terms.to(norms.device) for key, norms in self.squared_norms(budget).items()}
+        return {key: norms.sqrt() + terms.to(norms.device) for key, norms in self.squared_norms(deciding).items()}
 
     def weighted_sums(self, weights: dict[int, Tensor]) -> dict[int, Tensor]:
         if self._kept is not None:

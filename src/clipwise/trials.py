@@ -77,8 +77,12 @@ def _least(seconds: Mapping[str, float], ways: Iterable[str], rule: str) -> str:
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     """What one run takes; ∞ where memory does not suffice, or it cannot be run. The first chooses kernels and finds memory."""
     try:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                run()
+                return _seconds_on_gpu(run)
         run()
-        return _seconds_on_gpu(run, device) if device.type == "cuda" else _median_seconds(run)
+        return _median_seconds(run)
     except torch.OutOfMemoryError:
         return math.inf
     except Unusable as why:
@@ -95,22 +99,21 @@ def _median_seconds(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _seconds_on_gpu(run: Callable[[], Any], device: torch.device) -> float:
+def _seconds_on_gpu(run: Callable[[], Any]) -> float:
     """What the device takes, and a share of what the processor takes to start it: in a step the one mostly waits for the other.
 
     The device is kept waiting until all runs are started, so that between the two events there is nothing but work.
     """
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        before = time.perf_counter()
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    run()
+    to_start = time.perf_counter() - before
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(_CYCLES_A_SECOND * 2 * _RUNS * to_start))
+    begin.record()
+    for _ in range(_RUNS):
         run()
-        to_start = time.perf_counter() - before
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(_CYCLES_A_SECOND * 2 * _RUNS * to_start))
-        begin.record()
-        for _ in range(_RUNS):
-            run()
-        end.record()
-        torch.cuda.synchronize()
+    end.record()
+    torch.cuda.synchronize()
     return begin.elapsed_time(end) / 1e3 / _RUNS + to_start / _PROCESSOR_SHARE

@@ -13,8 +13,9 @@ from ..numerics import accumulation_dtype
 
 
 def roughly(length: int) -> int:
-    """The next power of two."""
-    return 1 << (length - 1).bit_length() if length > 1 else length
+    """The next number of two leading bits: 64, 96, 128, 192 …"""
+    shift = max(length.bit_length() - 2, 0)
+    return -(-length >> shift) << shift
 
 
 class Grouping(Protocol):

@@ -101,7 +101,8 @@ def _run(
         *_three(padding, 0), *_three(dilation, 1), *still.stride(), *slid.stride(),
     )  # fmt: skip
     grid = (examples, offsets * groups, tiles)
-    _gradients[grid](*arguments, PRECISION=precision_of(still, tf32), TILE=tile, STEP=_PLACES, KEEP=keep)
+    with torch.cuda.device_of(still):
+        _gradients[grid](*arguments, PRECISION=precision_of(still, tf32), TILE=tile, STEP=_PLACES, KEEP=keep)
     return added_up(largest, squares, examples), kept
 
 

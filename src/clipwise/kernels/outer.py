@@ -72,7 +72,8 @@ def _run(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     largest, squares = left.new_empty(2, examples * blocks * tiles, dtype=torch.float32)
     arguments: tuple[Any, ...] = (left, right, largest, squares, terms, p, d, *left.stride(), *right.stride())
     step = 16 if terms <= 16 else 32
-    _outer_squares[(examples * blocks * tiles,)](*arguments, PRECISION=precision_of(left, tf32), TILE=tile, STEP=step)
+    with torch.cuda.device_of(left):
+        _outer_squares[(examples * blocks * tiles,)](*arguments, PRECISION=precision_of(left, tf32), TILE=tile, STEP=step)
     return added_up(largest, squares, examples)
 
 

@@ -14,14 +14,14 @@ _LOOPS = 8  # times that it does so, in long rows
 
 
 @triton.jit
-def _row_squares(rows, squares_out, length, stride, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _row_squares(rows, squares_out, length, stride, parts, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for loop in range(LOOPS):
         at = (part * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
         number = tl.load(rows + row * stride + at, mask=at < length, other=0.0).to(tl.float64)
         total += number * number
-    tl.store(squares_out + row * tl.num_programs(1) + part, tl.sum(total, axis=0))
+    tl.store(squares_out + tl.program_id(0), tl.sum(total, axis=0))
 
 
 def row_squares(rows: Tensor) -> Tensor:
@@ -37,7 +37,8 @@ def _run(rows: Tensor) -> Tensor:
     loops = _LOOPS if length > 2 * _BLOCK else triton.cdiv(length, block)
     parts = triton.cdiv(length, block * loops)
     squares = rows.new_empty(rows.shape[0], parts, dtype=torch.float64)
-    _row_squares[(rows.shape[0], parts)](rows, squares, length, rows.stride(0), BLOCK=block, LOOPS=loops)
+    with torch.cuda.device_of(rows):
+        _row_squares[(rows.shape[0] * parts,)](rows, squares, length, rows.stride(0), parts, BLOCK=block, LOOPS=loops)
     return squares.sum(1) if parts > 1 else squares[:, 0]
 
 

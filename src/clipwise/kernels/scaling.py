@@ -17,9 +17,9 @@ _COLUMNS, _ROWS = 256, 8  # … and of a sum
 
 
 @triton.jit
-def _scaled(rows, weights, scaled_out, length, stride, BLOCK: tl.constexpr, IS_DROPPED_ONLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _scaled(rows, weights, scaled_out, length, stride, parts, BLOCK: tl.constexpr, IS_DROPPED_ONLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    at = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
     numbers = tl.load(rows + row * stride + at, mask=at < length, other=0.0).to(tl.float32)
     if not IS_DROPPED_ONLY:
@@ -56,18 +56,22 @@ def weighted_row_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _scale(rows: Tensor, weights: Tensor, dtype: torch.dtype, dropped_only: bool) -> Tensor:
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, weights = rows if rows.stride(1) == 1 else rows.contiguous(), weights.contiguous()
     scaled = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    grid = (rows.shape[0], triton.cdiv(rows.shape[1], _BLOCK))
-    _scaled[grid](rows, weights, scaled, rows.shape[1], rows.stride(0), BLOCK=_BLOCK, IS_DROPPED_ONLY=dropped_only)
+    parts = triton.cdiv(rows.shape[1], _BLOCK)
+    with torch.cuda.device_of(rows):
+        _scaled[(rows.shape[0] * parts,)](
+            rows, weights, scaled, rows.shape[1], rows.stride(0), parts, BLOCK=_BLOCK, IS_DROPPED_ONLY=dropped_only
+        )
     return scaled
 
 
 def _add(rows: Tensor, weights: Tensor) -> Tensor:
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, weights = rows if rows.stride(1) == 1 else rows.contiguous(), weights.contiguous()
     examples, length = rows.shape
     sums = torch.empty(length, dtype=torch.float32, device=rows.device)
-    _weighted[(triton.cdiv(length, _COLUMNS),)](rows, weights, sums, examples, length, rows.stride(0), COLUMNS=_COLUMNS, ROWS=_ROWS)
+    with torch.cuda.device_of(rows):
+        _weighted[(triton.cdiv(length, _COLUMNS),)](rows, weights, sums, examples, length, rows.stride(0), COLUMNS=_COLUMNS, ROWS=_ROWS)
     return sums
 
 

@@ -1,0 +1,120 @@
+"""Decisions that outlive a step: the same graph again, within the same memory, on the device they were made for."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import clipwise as cw
+from clipwise import planner
+from clipwise.compiled.trace import State, trace
+from clipwise.decisions import Deciding, Decisions
+from clipwise.experience import experience_of
+from clipwise.factors import FactorSum, Outer
+from clipwise.inventory import all_modules, named_modules
+from clipwise.planner import MemoryBudget
+from clipwise.testing import clip_and_add, loop_gradients, squared_output
+from helpers import Net, examples
+
+
+def total_of(batch, terms=20, device="cpu"):
+    return FactorSum([Outer(examples(batch, terms, 6).to(device), examples(batch, terms, 5).to(device))])
+
+
+@pytest.mark.parametrize("budget", [30_000, 70_000, 120_000, 10**9])
+@pytest.mark.parametrize("kind", ["parts", "pulled back"])
+def test_a_second_trace_gives_the_same_graph_whatever_the_budget(kind, budget, monkeypatch):
+    """What is kept is taken from the budget whether that was decided now or before."""
+    monkeypatch.setattr(planner, "_CPU_BUDGET", budget)
+    torch.manual_seed(0)
+
+    def forward(self, x):
+        q, k = self.w.chunk(2) if kind == "parts" else (self.w[:16] * self.w[16:].norm(), self.w[16:])
+        return torch.tanh(F.linear(torch.tanh(self.a(F.linear(x, q))), k))
+
+    model, x = Net(forward, a=nn.Linear(16, 16), w=nn.Parameter(torch.randn(32, 16) / 5)), torch.randn(32, 20, 16)
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    leaves, structure = pytree.tree_flatten((x,))
+    mask = torch.ones(32, dtype=torch.bool)
+    first, *others = (
+        trace(model, State.of([model]), lambda model, x: squared_output(model(x)), leaves, structure, mask, cw.flat(1.0)) for _ in range(3)
+    )
+    assert all(first.is_same_as(other) for other in others)
+
+
+def test_what_was_decided_is_taken_from_the_budget_again():
+    decisions, total = Decisions(), total_of(16)
+    size = 16 * 30 * 8
+    for _ in range(2):
+        deciding = Deciding(decisions, MemoryBudget(size + 100), is_known=True)
+        assert deciding.way("weight", total)[0] == "keep"
+        assert not deciding.budget.has(101) and deciding.budget.has(100)
+    assert not deciding.is_new
+    assert not Deciding(decisions, MemoryBudget(0), is_known=False).way("weight", total)[0].startswith("keep")  # of this step alone
+
+
+def test_a_decision_is_for_a_device_and_about_so_many_examples():
+    decisions = Decisions()
+    deciding = Deciding(decisions, MemoryBudget(10**9), is_known=True)
+    counts = []
+    for total in (total_of(64), total_of(57), total_of(127), total_of(64, device="meta")):
+        deciding.way("weight", total)
+        counts.append(len(decisions.found))
+    assert counts == [1, 1, 2, 3]
+    torch.use_deterministic_algorithms(True)
+    try:
+        deciding.way("weight", total_of(64))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(decisions.found) == 4
+
+
+def test_ways_are_decided_anew_after_a_verification():
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), examples(8, 7, 6)
+    known = []
+    expected, _ = clip_and_add(loop_gradients(model, [x]), 0.3)
+    for _ in range(9):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.clipped_gradients(tape, losses, cw.flat(0.3))
+        known.append(bool(experience_of([model]).ways.found))
+        for name, total in found.items():
+            torch.testing.assert_close(total, expected[name])
+    assert known == [False, False, True, False, True, True, True, False, True]
+
+
+def test_the_modules_of_a_model_are_walked_anew_where_they_changed():
+    class Equal(nn.Tanh):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = nn.Module.__hash__
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Equal()))
+    assert named_modules(model) == list(model.named_modules()) and len(all_modules([model, model[1]])) == 4
+    model[1][0] = Equal()
+    assert named_modules(model)[-1][1] is model[1][0]
+    model.append(nn.Tanh())
+    model[0], model[2] = model[2], model[0]
+    assert [id(module) for _, module in named_modules(model)] == [id(module) for module in model.modules()]
+    del model[1]
+    assert [path for path, _ in named_modules(model)] == [path for path, _ in model.named_modules()]
+
+
+def test_a_model_whose_modules_know_it_is_freed():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    model[0].register_forward_hook(lambda module, args, output, root=model: None)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(torch.randn(4, 2)))
+    cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    gone = weakref.ref(model)
+    del model, tape, losses
+    gc.collect()
+    assert gone() is None
