@@ -118,3 +118,27 @@ def test_a_model_whose_modules_know_it_is_freed():
     del model, tape, losses
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_terms_are_let_go_while_the_backward_pass_goes_on(is_known, monkeypatch):
+    """Where the written-out gradient stays, output gradients and inputs do not wait for the end of the pass."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
+    seen, alive = [], []
+    made = Outer.__init__
+
+    def watched(self, left, right, *args, **kwargs):
+        alive.append(sum(reference() is not None for reference in seen))
+        seen.append(weakref.ref(left))
+        made(self, left, right, *args, **kwargs)
+
+    for step in range(3 if is_known else 1):
+        if step == (2 if is_known else 0):
+            monkeypatch.setattr(Outer, "__init__", watched)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(examples(8, 7, 6)))
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+    if is_known:
+        assert len(alive) == 5 and max(alive) <= 1
+    else:
+        assert max(alive) >= 4  # a step that verifies looks at all of them together

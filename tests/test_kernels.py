@@ -1,20 +1,22 @@
 """Kernels under Triton's interpreter, on a CPU, against float64. On a GPU: test_cuda.py."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
 
+import clipwise as cw
 from clipwise import kernels, numerics
+from clipwise.compiled.trace import State, trace
 from clipwise.kernels.convolution import convolution_gradients
 from clipwise.kernels.outer import outer_squares
 from clipwise.kernels.rows import row_squares
 from clipwise.kernels.scaling import kept_rows, scaled_rows, weighted_row_sum
+from test_compiled import MODELS
 
 
 @pytest.mark.parametrize("tile", [32, 64])
@@ -158,24 +160,34 @@ def test_several_images_an_example_in_any_layout():
         torch.testing.assert_close(squares, expected.flatten(1).square().sum(1), rtol=2e-5, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining")
 @pytest.mark.parametrize("name", ["sequence", "cnn", "class token"])
 def test_a_graph_with_kernels_gives_the_numbers_of_plain_operations(name, monkeypatch):
     """Rows are scaled, guarded, measured and added up by kernels wherever a graph allows; a row that is filled up counts for nothing."""
-    from test_compiled import MODELS, RECORDS, train
-
     build, shape = MODELS[name]
-    x = torch.randn(RECORDS, *shape)
     torch.manual_seed(0)
-    first = build()
-    expected, _, _ = train(copy.deepcopy(first), x, compiled=False)
+    model, x, clipping = build(), torch.randn(10, *shape), cw.flat(0.3)
+
+    def losses_of(model, x):
+        return model(x).flatten(1).square().sum(1)
+
+    few = x[:9].clone()
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = losses_of(model, few)
+        expected = cw.clipped_gradients(tape, losses, clipping)
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(numerics, "_WORTH_A_KERNEL", 0)
     monkeypatch.setattr(
         "clipwise.planner.MemoryBudget.on", classmethod(lambda cls, device, most=None: cls(0))
     )  # what is kept is not scaled
-    found, step, _ = train(first, x)
-    (variant,) = step.graphs.variants.values()
-    operators = {str(node.target) for node in variant.traced.graph.graph.nodes}
+    x[9] = torch.nan
+    state, real = State.of([model]), torch.arange(10) < 9
+    leaves, structure = pytree.tree_flatten((x,))
+    traced = trace(model, state, losses_of, leaves, structure, real, clipping)
+    operators = {str(node.target) for node in traced.graph.graph.nodes}
     assert {"clipwise.row_squares.default", "clipwise.weighted_row_sum.default", "clipwise.scaled_rows.default"} <= operators
-    assert float((found - expected).norm()) <= 1e-4 * float(expected.norm())
+    tensors = [tensor.detach() for tensor in state.distinct]
+    *sums, _, finite = traced.graph(*tensors, x, real, torch.ones((), dtype=torch.float64))
+    assert torch.equal(finite, real)
+    for key, total in zip(traced.names, sums, strict=True):
+        torch.testing.assert_close(total, expected[key], rtol=1e-3, atol=1e-5)

@@ -29,10 +29,9 @@ class _Walk:
         return found
 
 
-def _children(module: nn.Module) -> tuple[list[str], list[int]]:
+def _children(module: nn.Module) -> list[tuple[str, int]]:
     """Their names and who they are. (Those that were walked are alive, or the walk is over: no id is another's.)"""
-    children = module._modules
-    return list(children), list(map(id, children.values()))
+    return [(name, id(child)) for name, child in module._modules.items()]
 
 
 _walks: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary()
