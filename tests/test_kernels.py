@@ -120,8 +120,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("tile", [16, 32])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("name", "tile"), [*((name, 16) for name in CONVOLUTIONS), ("2d", 32), ("wide", 32)])
 def test_gradients_of_convolution_kernels(name, tile):
     case = dict(CONVOLUTIONS[name])
     dims = len(case["x"]) - 2

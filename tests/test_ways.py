@@ -95,14 +95,16 @@ def transposed():
 @pytest.mark.parametrize(
     "make", [convolution, lambda: convolution(groups=2), transposed, FACTORS["sequence"]], ids=["plain", "grouped", "transposed", "outer"]
 )
-def test_kernels_are_candidates_and_agree_with_their_twins(make, interpreted):
+def test_kernels_are_candidates_and_agree_with_their_twins(make, interpreted, monkeypatch):
+    monkeypatch.setattr(ways_module, "CONVOLUTION_TILES", (16,))  # test_kernels.py tries other sizes
+    monkeypatch.setattr(ways_module, "OUTER_TILES", (32,))
     made = make()
     exact = made[0] if isinstance(made, list) else made
     total = FactorSum([in_float32(exact)])
     total.measure(MemoryBudget())
     ((seconds,),) = [list(found.values()) for found in ways_module.TRIALS.outcomes.values()]
     names = [name for name in seconds if "kernel" in name]
-    assert len(names) == (3 if isinstance(exact, Outer) else 6) and all(seconds[name] < float("inf") for name in names)
+    assert len(names) == (1 if isinstance(exact, Outer) else 2) and all(seconds[name] < float("inf") for name in names)
     weights = torch.rand(B)
     for name in names:
         again = FactorSum(total.factors)
