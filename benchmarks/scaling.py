@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,23 +22,19 @@ from clipwise.machine import machine
 from clipwise.plots import new_figure, save_figure
 from flops import Transformer
 from report import write_results
-from wall_clock import DEVICE
+from wall_clock import DEVICE, losses_of
 
 VERIFIED = 4  # steps before one that is counted: none of the next three is verified
 TIMED = 3
 WAYS = ("ordinary", "private")
 
 
-def _losses(model: nn.Module, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids).movedim(-1, 1), ids, reduction="none").mean(1)
-
-
 def _step(model: nn.Module, ids: Tensor, way: str) -> None:
     if way == "ordinary":
-        _losses(model, ids).sum().backward()
+        losses_of(model, ids, ids, bf16=False).sum().backward()
     else:
         with cw.capture(model) as tape:
-            losses = _losses(model, ids)
+            losses = losses_of(model, ids, ids, bf16=False)
         cw.clipped_loss(tape, losses, cw.flat(1.0)).backward()
     for parameter in model.parameters():
         parameter.grad = None

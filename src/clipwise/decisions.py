@@ -9,6 +9,7 @@ import torch
 from .factors import FactorSum
 from .factors.ways import way_of
 from .planner import MemoryBudget, peak_allowed
+from .trials import roughly
 
 Decision = tuple[str, float | None]  # a way of factors/ways.py, and the seconds it took when it was tried
 
@@ -51,8 +52,7 @@ class Deciding:
         return way == "keep"
 
     def _decided(self, what: Hashable, batch: int, size: int, decide: Callable[[], Decision]) -> Decision:
-        shift = max(batch.bit_length() - _TOLD_APART, 0)
-        case = what, -(-batch >> shift) << shift, torch.are_deterministic_algorithms_enabled()
+        case = what, roughly(batch, _TOLD_APART), torch.are_deterministic_algorithms_enabled()
         decision = self._found.get(case)
         if decision is None:
             self.is_new = True

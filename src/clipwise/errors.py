@@ -5,6 +5,11 @@ record can trigger would tell the world about that record.
 """
 
 
+def in_one_line(error: BaseException) -> str:
+    """Its kind, and the first line of what it says, if it says anything."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 class Refusal(RuntimeError):
     """Something that cannot be shown to be clipped per example. Nothing was changed; the step may be repaired and repeated."""
 

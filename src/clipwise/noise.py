@@ -22,10 +22,10 @@ def noised(
     """
     found: list[Tensor] = list(parameters)
     with torch.no_grad():
-        for places, chunk_purpose in zip(_chunks(parameters), purposes(parameters, purpose)):
+        for number, places in enumerate(_chunks(parameters)):
             device = parameters[places[0]].device
             sizes = [parameters[place].numel() for place in places]
-            normals = randomness.gaussians(sum(sizes), chunk_purpose, step, device).mul_(deviation / divisor)
+            normals = randomness.gaussians(sum(sizes), _purpose(purpose, number), step, device).mul_(deviation / divisor)
             totals = [sums[place] for place in places]
             flat = [normals.new_zeros(size) if total is None else total.reshape(-1) for size, total in zip(sizes, totals)]
             normals.add_(torch.cat(flat) if len(flat) > 1 else flat[0], alpha=1 / divisor)
@@ -40,7 +40,12 @@ def noised(
 
 def purposes(parameters: Sequence[Tensor], purpose: str) -> list[str]:
     """What the draws of `noised` are for: one for each chunk of parameters."""
-    return [f"{purpose} {number}" for number, _ in enumerate(_chunks(parameters))]
+    return [_purpose(purpose, number) for number, _ in enumerate(_chunks(parameters))]
+
+
+def _purpose(purpose: str, number: int) -> str:
+    """Of one chunk."""
+    return f"{purpose} {number}"
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .marks import CONSTANT, Marks
+from .program import dtypes_of_autocast
 from .registry import Use
 
 _ROUNDED = (torch.float32, torch.float16, torch.bfloat16)  # float64 is left as it is
@@ -19,14 +20,15 @@ def as_autocast_rounds(use: Use, marks: Marks) -> Use:
     The rounding itself is autocast's own, only earlier: autograd and the tape then keep one and the same tensor, in the precision in which
     ordinary training forms the weight's gradient from it.
     """
-    if not any(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")):
+    dtypes = dtypes_of_autocast()
+    if not dtypes:
         return use
 
     def rounded(value: Any) -> Any:
         if not isinstance(value, Tensor) or use.tracks(value) or value.dtype not in _ROUNDED:
             return value
-        device = value.device.type
-        if not torch.is_autocast_enabled(device) or value.dtype == (dtype := torch.get_autocast_dtype(device)):
+        dtype = dtypes.get(value.device.type, value.dtype)
+        if dtype == value.dtype:
             return value
         cast = value.to(dtype)
         (marks.mark_constant if marks.kind(value) == CONSTANT else marks.mark_example)(cast)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 ROOM = 64  # calls that a block without an end may note before it looks which of them are still needed
 
 
-def _autocast_dtypes() -> dict[str, torch.dtype]:
+def dtypes_of_autocast() -> dict[str, torch.dtype]:
+    """{device: the precision that autocast multiplies in}, where it is on."""
     return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
 
 
@@ -32,7 +33,7 @@ class ProgramCall:
     kwargs: dict[str, Any]
     result: Any  # what was written, for a function that changes its argument
     from_nothing: bool = False  # no example data and no weight went in
-    autocast_dtypes: dict[str, torch.dtype] = field(default_factory=_autocast_dtypes)
+    autocast_dtypes: dict[str, torch.dtype] = field(default_factory=dtypes_of_autocast)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

@@ -22,6 +22,12 @@ from .tracing import is_tracing
 DEVICES = {"cuda"}
 
 
+def roughly(count: int, bits: int) -> int:
+    """The next number that has at most so many leading bits: 64, 96, 128, 192 … for two."""
+    shift = max(count.bit_length() - bits, 0)
+    return -(-count >> shift) << shift
+
+
 class Unusable(Exception):
     """A way that cannot be taken here, and why."""
 
@@ -47,7 +53,7 @@ class Trials:
         """One of `ways`, and the seconds it took if it was timed. `rule` is what a rule says."""
         if len(ways) < 2 or not self.times(device):
             return rule, None
-        about = 2 ** max(0, math.ceil(math.log2(max(batch, 1))))
+        about = roughly(max(batch, 1), bits=1)
         found = self.outcomes.setdefault((what, device), {})
         if is_tracing():
             key = (what, device, batch, tuple(ways))

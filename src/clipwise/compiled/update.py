@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as torch_optimizer
 
+from ..errors import in_one_line
 from ..randomness import Fast, Reproducible, gaussians_from
 from ..tracing import NotTraceable
 from ..updates import Updates, updated_by
@@ -204,7 +205,7 @@ class RecordedUpdate:
                 optimizer.state[parameter] = state
             self._left = 0
             warnings.warn(
-                f"noise and {type(optimizer).__name__}.step() are not part of the graph: {type(error).__name__}: {str(error).splitlines()[0]}",
+                f"noise and {type(optimizer).__name__}.step() are not part of the graph: {in_one_line(error)}",
                 stacklevel=5,
             )
             return None

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..errors import in_one_line
 from ..numerics import rounds_to_tf32, unit_roundoff, without_autocast
 from .recording import DEVICES, Recording
 from .rows import mask
@@ -70,9 +71,7 @@ def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
             run: Run = torch._inductor.compile(traced.graph, list(inputs), options={"emulate_precision_casts": True})
             run(*inputs)
     except Exception as error:
-        warnings.warn(
-            f"the graph could not be compiled and runs as it is: {type(error).__name__}: {str(error).splitlines()[0]}", stacklevel=2
-        )
+        warnings.warn(f"the graph could not be compiled and runs as it is: {in_one_line(error)}", stacklevel=2)
         return traced.graph
 
     def without_gradients(*tensors: Tensor) -> Sequence[Tensor]:

@@ -12,12 +12,6 @@ from torch import Tensor
 from ..numerics import accumulation_dtype
 
 
-def roughly(length: int) -> int:
-    """The next number of two leading bits: 64, 96, 128, 192 …"""
-    shift = max(length.bit_length() - 2, 0)
-    return -(-length >> shift) << shift
-
-
 class Grouping(Protocol):
     """Sorts rows into examples: (R, ...) → (B, k, ...), k rows an example, empty places filled with zeros."""
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import drop_rows, in_working_precision, product, rounds_to_tf32, row_norms, scale_stored, to_multiply
-from .base import Factor, Grouping, roughly
+from ..trials import roughly
+from .base import Factor, Grouping
 from .squares import Squares, known
 
 
@@ -122,7 +123,7 @@ class Outer(Factor):
 
     @property
     def signature(self) -> Hashable:
-        return type(self), self.shape, self._block, roughly(self.terms)
+        return type(self), self.shape, self._block, roughly(self.terms, bits=2)
 
     @property
     def dense_flops(self) -> int:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import row_norms, scale_rows, squared_norms, to_accumulate
-from .base import Factor, Grouping, roughly
+from ..trials import roughly
+from .base import Factor, Grouping
 
 
 class Rows(Factor):
@@ -63,7 +64,7 @@ class Rows(Factor):
 
     @property
     def signature(self) -> Hashable:
-        return type(self), self.shape, roughly(self.ids.shape[1])
+        return type(self), self.shape, roughly(self.ids.shape[1], bits=2)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -169,7 +169,8 @@ class FactorSum:
     def forget_terms(self) -> None:
         """Free what a written-out gradient was made of. No mass is known any more."""
         if self._kept is not None:
-            self._summary, self.factors = self.summary, [self._kept]
+            if self.factors[0] is not self._kept:
+                self._summary, self.factors = self.summary, [self._kept]
         elif isinstance(self.factors[0], Dense) and len(self.factors) == 1 and not self.factors[0].is_one_term:
             self.factors = [Dense(self.factors[0].grad)]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import in_one_line
 from ..kernels import CONVOLUTION_TILES, OUTER_TILES, are_available
 from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
 from ..trials import TRIALS, Unusable
@@ -93,7 +94,7 @@ def _checked(total: FactorSum, way: str) -> Squares:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise Unusable(f"{way}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise Unusable(f"{way}: {in_one_line(error)}") from error
     a, b = found.bare, type(total)(total.factors).measured_by("tiles").bare
     agree = torch.isclose(a, b, rtol=_TWINS, atol=_TWINS * float(b.nan_to_num(0, 0, 0).amax())) | ~b.isfinite()
     if not bool(agree.all()):

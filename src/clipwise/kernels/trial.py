@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import in_one_line
+
 _ROWS, _LENGTH = 5, 3000
 
 
@@ -14,9 +16,8 @@ def agrees_with_torch(device: torch.device) -> str | None:
         from .scaling import kept_rows, scaled_rows, weighted_row_sum
 
         with torch.no_grad():
-            exact = (torch.arange(_ROWS * _LENGTH, dtype=torch.float64, device=device) % 31 - 15).view(
-                _ROWS, _LENGTH
-            )  # integers: no rounding
+            numbers = torch.arange(_ROWS * _LENGTH, dtype=torch.float64, device=device)
+            exact = (numbers % 31 - 15).view(_ROWS, _LENGTH)  # integers: no rounding
             weights = torch.tensor([1.0, 0.0, 0.5, 0.25, 2.0], device=device)
             wide, rows = weights.double()[:, None], exact.float()
             pairs = [
@@ -27,4 +28,4 @@ def agrees_with_torch(device: torch.device) -> str | None:
             ]
         return None if all(torch.equal(found.double(), expected) for found, expected in pairs) else "they find other numbers than torch"
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return in_one_line(error)
