@@ -268,10 +268,13 @@ def test_norms_with_and_without_a_drift_are_finished_together():
         Squares(value, 3.0, mass, 0.25),
         known(value.abs()),
         Squares(value.abs(), 1.0, mass, 4.0, is_square=True),
+        Squares(2 * value, 3.0, 2 * mass, 0.25),
+        Squares(value, 1.0, mass, 0.0, 0.5),
     ]
-    expected = [2 * value**2, 3 * value**2 + mass**2 / 4, value.abs(), value.abs() + 4 * mass**2]
+    rounded = 3 * value**2 + mass**2 / 4
+    expected = [2 * value**2, rounded, value.abs(), value.abs() + 4 * mass**2, 4 * rounded, (value.abs() + mass / 2) ** 2]
     for found, wanted, alone in zip(finish(measured), expected, measured):
-        assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.in_place(), wanted, rtol=1e-14)
+        assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.finished(), wanted, rtol=1e-14)
 
 
 def test_norms_are_finished_on_the_host_whatever_the_default_device():

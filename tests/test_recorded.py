@@ -73,6 +73,32 @@ def test_the_numbers_of_the_eager_loop(name, recordings):
     assert len(recordings) == 1
 
 
+FUSED = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "as asked": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "not wanted": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "several groups": lambda p: torch.optim.Adam([{"params": (p := list(p))[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_graph_takes_one_kernel_where_torch_may_choose(name, recordings, monkeypatch):
+    """The eager steps in between, on which the model is verified, go on with the same state."""
+    kernels = []
+    adam = torch._fused_adam_, torch._fused_adamw_
+    for kernel in adam:
+        monkeypatch.setattr(torch, kernel.__name__, lambda *args, run=kernel, **kwargs: (kernels.append(run), run(*args, **kwargs))[1])
+    x = examples(RECORDS, 4).float()
+    expected, _, _ = train(built(MLP).float(), x, compiled=False, optimizer=FUSED[name], steps=12)
+    kernels.clear()
+    found, _, private = train(built(MLP).float(), x, optimizer=FUSED[name], steps=12)
+    assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+    assert len(recordings) == 1 and bool(kernels) == (name != "not wanted")
+    [optimizer] = private._updates.optimizers
+    assert all(group["fused"] == (True if name == "as asked" else None) for group in optimizer.param_groups)  # as it was
+
+
 def test_several_rounds_and_several_optimizers(recordings):
     assert_same(OPTIMIZERS["adam"], rows=5)
     assert len(recordings) == 1

@@ -106,33 +106,40 @@ def flat_rows(rows: Tensor) -> Tensor:
 
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
-    flat = flat_rows(rows if rows.is_cuda else to_accumulate(rows))
-    if flat.numel() > _WORTH_A_KERNEL and are_available(flat.device, flat.dtype):
-        from .kernels.rows import row_squares
-
-        return row_squares(flat).sqrt()
-    if (flat.is_cuda or is_tracing()) and flat.shape[1]:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    return squared_norms(rows).sqrt()
+    found, is_square = measure_rows(rows)
+    return found.sqrt() if is_square else found
 
 
 def squared_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖² for every i, in float64. rows: (B, ...) → (B,)
 
-    Blocks are added in working precision, blocks among each other in float64: the relative error stays near 1e-7 for
-    float32 whatever the length. Rows whose squares overflow or underflow are added again in float64, so a gradient of
-    1e30 is measured (and clipped), not lost. The result is not finite only for a row that holds NaN or Inf, or whose norm
-    passes 1e154 in float64; such an example contributes zero.
+    The relative error stays near 1e-7 for float32 whatever the length, and a gradient of 1e30 is measured (and clipped), not lost. The
+    result is not finite only for a row that holds NaN or Inf, or whose norm passes 1e154; such an example contributes zero.
     """
-    flat = flat_rows(to_accumulate(rows))
-    if rows.device.type == "mps":
+    found, is_square = measure_rows(rows)
+    return found if is_square else found.square()
+
+
+def measure_rows(rows: Tensor) -> tuple[Tensor, bool]:
+    """Norms or squared norms, whichever takes fewer kernels here, and whether they are squares."""
+    flat = flat_rows(rows if rows.is_cuda else to_accumulate(rows))
+    if flat.numel() > (0 if is_tracing() else _WORTH_A_KERNEL) and are_available(flat.device, flat.dtype):
+        from .kernels.rows import row_squares
+
+        return row_squares(flat), True
+    if (flat.is_cuda or is_tracing()) and flat.shape[1]:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64), False
+    return _squares_on_host(to_accumulate(flat)), True
+
+
+def _squares_on_host(flat: Tensor) -> Tensor:
+    """Blocks are added in working precision, blocks among each other in float64; what overflows or underflows is added again in float64."""
+    if flat.device.type == "mps":
         return torch.linalg.vector_norm(flat, dim=1).square()
     if flat.shape[1] == 0:
         return flat.new_zeros(flat.shape[0], dtype=torch.float64)
     if flat.dtype == torch.float64:
         return torch.linalg.vector_norm(flat, dim=1).square()
-    if flat.is_cuda or is_tracing():
-        return row_norms(rows).square()
     if flat.numel() <= _SMALL:
         return flat.double().square_().sum(1)
     whole = flat.shape[1] - flat.shape[1] % _BLOCK
@@ -163,7 +170,7 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
 def _is_for_a_kernel(rows: Tensor) -> bool:
     """In a graph a kernel costs nothing to start, and saves the copies that guard against rows that are not finite."""
-    return is_tracing() and rows.numel() > _WORTH_A_KERNEL and are_available(rows.device, rows.dtype)
+    return is_tracing() and rows.numel() > 0 and are_available(rows.device, rows.dtype)
 
 
 def _scaled(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,7 +194,7 @@ def scale_stored(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tenso
 
 def weighted_row_sum(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
     """Σ_i weights[i]·rows[i]; a row of weight zero adds nothing even where it holds NaN or Inf. rows: (B, n), weights: (B,) of one type"""
-    if rows.numel() > (_WORTH_A_KERNEL if is_tracing() else _WORTH_STARTING_ONE) and are_available(rows.device, rows.dtype):
+    if rows.numel() > (0 if is_tracing() else _WORTH_STARTING_ONE) and are_available(rows.device, rows.dtype):
         from .kernels.scaling import weighted_row_sum as by_kernel
 
         return by_kernel(rows, weights)

@@ -138,7 +138,8 @@ def trace(
                 raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
             with tape.pause(), without_autocast():
                 gradients = collect_for_graph(tape, losses)
-                squares = {name: square * inputs[-1] for name, square in gradients.squared_norms().items()}
+                found = gradients.squared_norms()
+                squares = dict(zip(found, (torch.stack(list(found.values())) * inputs[-1]).unbind(0)))
                 gradients.forget_terms()
                 real = torch.where(inputs[-2], losses.detach().double(), float("nan"))  # a row that is not real counts for nothing
                 weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)

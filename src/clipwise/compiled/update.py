@@ -27,6 +27,8 @@ from .recording import DEVICES, captured
 
 _KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
+_FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does …
+_FUSED_TYPES = {torch.float32, torch.bfloat16, torch.float16}  # … with parameters of these types
 _MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
 _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
 
@@ -136,6 +138,16 @@ class RecordedUpdate:
         """What may change without another recording, besides the parameters' values."""
         return ("params", "lr") if type(self._optimizer) in _RATE_AS_TENSOR else ("params",)
 
+    def _is_fused(self, group: dict[str, Any]) -> bool:
+        """Whether a graph updates these parameters by one kernel: as asked for, or where torch has the choice (eagerly it takes several).
+
+        That kernel reads the learning rate in float32.
+        """
+        chosen = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        numbers = all(isinstance(beta, float) for beta in group.get("betas", ()))
+        types = {parameter.dtype for parameter in group["params"]}
+        return bool(group.get("fused")) or (type(self._optimizer) in _FUSED and chosen and numbers and types <= _FUSED_TYPES)
+
     def _steps_to_host(self) -> None:
         """No graph will count them any more."""
         for group in self._optimizer.param_groups:
@@ -152,7 +164,7 @@ class RecordedUpdate:
         if "capturable" not in self._optimizer.defaults:
             return
         for group in self._optimizer.param_groups:
-            dtype = torch.float32 if group.get("fused") else torch.float64
+            dtype = torch.float32 if self._is_fused(group) else torch.float64
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
                 step = state.get("step")
@@ -176,7 +188,8 @@ class RecordedUpdate:
         held, before = self._held(sums), {parameter: dict(state) for parameter, state in optimizer.state.items()}
         source = _Registered(self._updates.purposes(self._number), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
-        rates = [_rate(group, device) for group in optimizer.param_groups] if type(optimizer) in _RATE_AS_TENSOR else None
+        fused = [self._is_fused(group) for group in optimizer.param_groups]
+        rates = [_rate(group, one, device) for group, one in zip(optimizer.param_groups, fused)] if type(optimizer) in _RATE_AS_TENSOR else None
 
         def run() -> None:
             gradients = self._updates.noised_sums(self._number, sums, deviation, source, 0)
@@ -187,7 +200,7 @@ class RecordedUpdate:
                     parameter.grad = None  # of frozen ones too
                 for parameter, gradient in zip(parameters, gradients):
                     parameter.grad = gradient
-                with self._updates.unwatched(), _for_a_graph(optimizer, rates):
+                with self._updates.unwatched(), _for_a_graph(optimizer, rates, fused):
                     optimizer.step()
             finally:
                 for parameter, gradient in zip(everyone, there):
@@ -225,17 +238,17 @@ def _number(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _rate(group: dict[str, Any], device: torch.device) -> Tensor:
+def _rate(group: dict[str, Any], is_fused: bool, device: torch.device) -> Tensor:
     """Room for a learning rate. Fused kernels read it as float32."""
-    wide = not group.get("fused") and any(parameter.dtype == torch.float64 for parameter in group["params"])
+    wide = not is_fused and any(parameter.dtype == torch.float64 for parameter in group["params"])
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
 
 
 @contextlib.contextmanager
-def _for_a_graph(optimizer: Optimizer, rates: list[Tensor] | None) -> Iterator[None]:
-    """Inside this block the optimizer reads its learning rates from tensors, and fetches nothing to the host."""
+def _for_a_graph(optimizer: Optimizer, rates: list[Tensor] | None, fused: list[bool]) -> Iterator[None]:
+    """Inside this block the optimizer reads its learning rates from tensors, fetches nothing to the host, and takes one kernel where it can."""
     before: list[dict[str, Any]] = [
-        {name: group[name] for name in ("capturable", "lr") if name in group} for group in optimizer.param_groups
+        {name: group[name] for name in ("capturable", "lr", "fused") if name in group} for group in optimizer.param_groups
     ]
     try:
         for number, group in enumerate(optimizer.param_groups):
@@ -243,6 +256,8 @@ def _for_a_graph(optimizer: Optimizer, rates: list[Tensor] | None) -> Iterator[N
                 group["capturable"] = True
             if rates is not None:
                 group["lr"] = rates[number]
+            if "fused" in group:
+                group["fused"] = fused[number]
         yield
     finally:
         for group, values in zip(optimizer.param_groups, before):

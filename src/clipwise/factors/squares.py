@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..numerics import measure_rows
 from ..tracing import is_tracing
 
 
@@ -16,7 +17,7 @@ class Squares:
     """‖g_i‖ = √(factor·value² + mass_factor·mass²) + drift·mass for every example (value itself where it `is_square`). Vectors: (B,), float64.
 
     Measuring takes large kernels and is done at once. What remains are a few small operations a parameter, which `finish` makes
-    for all parameters together, on the host.
+    for all parameters together.
     """
 
     value: Tensor
@@ -34,12 +35,14 @@ class Squares:
         """Squared norms as they were measured, without what is added for rounding."""
         return self.value if self.is_square else self.value.square()
 
-    def in_place(self) -> Tensor:
-        """Beside the gradients, by operations that a compiler fuses."""
-        total = self.bare * self.factor
+    def finished(self) -> Tensor:
+        """Where its vectors lie."""
+        total = self.bare if self.factor == 1.0 else self.bare * self.factor
         if self.mass is None:
             return total
-        return ((total + self.mass.square() * self.mass_factor).sqrt() + self.mass * self.drift).square()
+        if self.mass_factor:
+            total = total + self.mass.square() * self.mass_factor
+        return (total.sqrt() + self.mass * self.drift).square() if self.drift else total
 
     def rounded_up(self, factor: float) -> Squares:
         """For values that are rounded once more before they are added up."""
@@ -55,27 +58,33 @@ def known(squares: Tensor) -> Squares:
     return Squares(squares, is_square=True)
 
 
+def of_rows(rows: Tensor) -> Squares:
+    """The norms of gradients that are written out. rows: (B, ...)"""
+    found, is_square = measure_rows(rows)
+    return Squares(found, is_square=is_square)
+
+
 def finish(measured: Sequence[Squares]) -> list[Tensor]:
-    """The squared norms of each, where its vectors lie if that is the host, else copied there together; in a graph where they lie."""
-    if is_tracing():
-        return [squares.in_place() for squares in measured]
-    order = sorted(range(len(measured)), key=lambda place: measured[place].mass is None)  # those with a mass first
-    ordered = [measured[place] for place in order]
-    masses = [squares.mass for squares in ordered if squares.mass is not None]
-    vectors = _on_host([*(squares.value for squares in ordered), *masses])
-    values = torch.stack(vectors[: len(ordered)])  # (P, B)
-    squares = torch.where(_column([float(s.is_square) for s in ordered]) > 0, values, values.square())
-    total = squares * _column([s.factor for s in ordered])
-    if masses:
-        mass, some = torch.stack(vectors[len(ordered) :]), ordered[: len(masses)]
-        measured_squares = total[: len(masses)] + mass.square() * _column([s.mass_factor for s in some])
-        total[: len(masses)] = (measured_squares.sqrt() + mass * _column([s.drift for s in some])).square()
-    found = dict(zip(order, total.unbind(0)))
+    """The squared norms of each, on the host (in a graph where its vectors lie): those that are made in one way are made together."""
+    vectors = [squares.value for squares in measured] + [squares.mass for squares in measured if squares.mass is not None]
+    if not is_tracing():
+        vectors = _on_host(vectors)
+    masses = iter(vectors[len(measured) :])
+    mass_of = {place: next(masses) for place, squares in enumerate(measured) if squares.mass is not None}
+    alike: dict[Hashable, list[int]] = {}
+    for place, one in enumerate(measured):
+        made = one.factor, one.mass_factor, one.drift, one.is_square, one.mass is None, vectors[place].device
+        alike.setdefault(made, []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        mass = _stacked([mass_of[place] for place in places]) if places[0] in mass_of else None
+        matrix = replace(measured[places[0]], value=_stacked([vectors[place] for place in places]), mass=mass)
+        found |= zip(places, matrix.finished().unbind(0))
     return [found[place] for place in range(len(measured))]
 
 
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu").unsqueeze(1)
+def _stacked(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(vectors)) if len(vectors) > 1 else vectors[0].unsqueeze(0)
 
 
 def _on_host(vectors: list[Tensor]) -> list[Tensor]:

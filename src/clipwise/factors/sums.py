@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..numerics import product_roundoff, row_norms, unit_roundoff
+from ..numerics import product_roundoff, unit_roundoff
 from ..planner import MemoryBudget, chunk_on
 from .base import Factor
 from .convolution import Convolution
@@ -16,7 +16,7 @@ from .dense import Dense
 from .inner import inner, inner_roundoff
 from .outer import Outer
 from .rows import Rows
-from .squares import Squares, known
+from .squares import Squares, known, of_rows
 from .ways import way_of
 
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
@@ -104,7 +104,7 @@ class FactorSum:
                 factor.kernel = kernel
         if way == "keep":
             self._kept = Dense(self.dense())
-            return Squares(row_norms(self._kept.grad))
+            return of_rows(self._kept.grad)
         measured = self._measured(way)
         if way == "written":
             return measured
@@ -191,12 +191,12 @@ class FactorSum:
         if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
             return single.single_term_squares()
         if len(self.factors) == 1 and isinstance(single, Dense):
-            return Squares(row_norms(single.grad))
+            return of_rows(single.grad)
         if way == "gram":
             return self._gram()
         step = max(1, chunk_on(self.device) // max(self.shape.numel(), 1))
-        chunks = [row_norms(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
-        return Squares(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        chunks = [of_rows(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
+        return chunks[0] if len(chunks) == 1 else known(torch.cat([chunk.bare for chunk in chunks]))
 
     def _gram(self) -> Squares:
         """Σ_ab ⟨a, b⟩ plus the most that rounding may have taken away from it."""

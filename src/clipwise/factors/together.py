@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..numerics import flat_rows, row_norms, to_accumulate
+from ..numerics import flat_rows, squared_norms, to_accumulate
 
 _WORTH_ADDING = {"cuda": 2**22, "cpu": 2**16}  # numbers that are put side by side and added up by one product …
 _WORTH_STACKING = {"cuda": 2**26, "cpu": 2**16}  # … or on top of each other where they have one length
@@ -60,7 +60,7 @@ def _stacked(flat: Sequence[Tensor], places: Sequence[int]) -> Together:
     for place, rows in enumerate(flat):
         by_length.setdefault(rows.shape[1], []).append(place)
     squares = [
-        row_norms(torch.stack([flat[place] for place in group]).flatten(0, 1)).square().view(len(group), -1) for group in by_length.values()
+        squared_norms(torch.stack([flat[place] for place in group]).flatten(0, 1)).view(len(group), -1) for group in by_length.values()
     ]
     order = {place: position for position, place in enumerate(place for group in by_length.values() for place in group)}
     return Together(torch.cat(squares), [order[place] for place in places])
