@@ -352,3 +352,40 @@ def test_whatever_is_fastest_is_right(compiled_kernels, monkeypatch):
         torch.backends.cudnn.allow_tf32 = before
     assert any("kernel" in way for found in ways.TRIALS.outcomes.values() for seconds in found.values() for way in seconds)
     assert float((runs[0][0] - runs[1][0]).norm()) <= 1e-4 * float(runs[0][0].norm())
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("shape", [(5, 7, 33, 70), (3, 197, 768, 3072), (64, 49, 300, 300), (2, 1, 1, 1), (2, 1100, 64, 40)], ids=str)
+def test_the_kernel_for_products_of_terms(compiled_kernels, shape, tile):
+    from clipwise.kernels.gram import gram_squares
+    from clipwise.kernels.terms import masses
+
+    examples_, terms, p, d = shape
+    left = torch.randn(examples_, terms, p, device="cuda").bfloat16()
+    right = torch.randn(examples_, d, terms, device="cuda").bfloat16().mT
+    left[:, terms // 2 :].mul_(-1)
+    squares, mass = gram_squares(left, right, tile)
+    expected = torch.matmul(left.double().mT, right.double()).flatten(1).square().sum(1)
+    exact_mass = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
+    assert ((squares - expected).abs() <= 4 * (p + d + 258) * 2.0**-24 * exact_mass**2).all()
+    torch.testing.assert_close(squares, expected, rtol=1e-4, atol=0)
+    assert (mass >= exact_mass).all() and (mass <= 1.0012 * exact_mass).all()
+    torch.testing.assert_close(masses(left, right), exact_mass, rtol=1e-12, atol=0)
+
+
+def test_the_kernels_for_noise_and_normalisation(compiled_kernels):
+    from clipwise.kernels.noise import noised, plain_normals
+    from clipwise.kernels.normalization import normalized_sums
+
+    seed, sums = 2**62 + 5, torch.randn(300_001, device="cuda")
+    number = lambda value: torch.tensor(value, dtype=torch.float64, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = noised(sums, torch.tensor(seed, device="cuda"), number(0.5), number(2.0), dtype)
+        exact = sums.double() * 0.5 + plain_normals(seed, 300_001).cuda() * 2
+        assert torch.allclose(found.double(), exact.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-12)
+    for shape in ((64, 197, 768), (3, 5, 1000), (2, 33, 4096)):
+        grad, x = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda") + 1
+        for is_centred, normalize in ((True, F.layer_norm), (False, F.rms_norm)):
+            scale, shift = normalized_sums(grad, x, 1e-5, is_centred)
+            exact = (grad.double() * normalize(x.double(), shape[2:], eps=1e-5)).sum(1)
+            assert torch.allclose(scale.double(), exact, atol=1e-3) and torch.allclose(shift.double(), grad.double().sum(1), atol=1e-3)

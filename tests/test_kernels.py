@@ -1,8 +1,11 @@
 """Kernels under Triton's interpreter, on a CPU, against float64. On a GPU: test_cuda.py."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
@@ -10,12 +13,17 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
 
 import clipwise as cw
-from clipwise import kernels, numerics
+from clipwise import kernels, noise, numerics
 from clipwise.compiled.trace import State, trace
 from clipwise.kernels.convolution import convolution_gradients
+from clipwise.kernels.gram import gram_squares
+from clipwise.kernels.noise import noised, plain_normals
+from clipwise.kernels.normalization import normalized_sums
 from clipwise.kernels.outer import outer_squares
 from clipwise.kernels.rows import row_squares
 from clipwise.kernels.scaling import kept_rows, scaled_rows, weighted_row_sum
+from clipwise.kernels.terms import masses
+from clipwise.randomness import Fast, Reproducible
 from test_compiled import MODELS
 
 
@@ -85,6 +93,107 @@ def test_rows_times_weights_and_their_sum(shape, dtype):
     torch.testing.assert_close(weighted_row_sum(rows, weights).double(), exact.sum(0), rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.ops.clipwise.weighted_row_sum(rows, weights), weighted_row_sum(rows, weights))
     assert torch.equal(torch.ops.clipwise.scaled_rows(rows, weights, dtype, True), kept_rows(rows, weights))
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("shape", [(3, 7, 5, 9), (2, 40, 33, 70), (1, 1, 1, 1), (2, 150, 8, 3)], ids=str)
+def test_norms_by_products_of_terms(shape, tile):
+    """Terms on and above the diagonal, and the sum of their norms; never less than it is."""
+    examples, terms, p, d = shape
+    left, right = (torch.randn(examples, terms, width).half() for width in (p, d))
+    left[0, terms // 2 :] *= -1  # some cancel
+    squares, mass = gram_squares(left, right, tile)
+    expected = torch.einsum("btp,btd->bpd", left.double(), right.double()).flatten(1).square().sum(1)
+    exact_mass = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
+    assert torch.allclose(squares, expected, rtol=0, atol=1e-6 * float(exact_mass.max()) ** 2)
+    assert (mass >= exact_mass).all() and (mass <= 1.0011 * exact_mass).all()
+    assert torch.allclose(masses(left, right), exact_mass, rtol=1e-14)
+
+
+def test_products_too_small_for_float32_are_not_forgotten():
+    """⟨left, left⟩ of numbers near 10⁻²⁵ is zero in float32: a bound takes its place. NaN stays NaN, of its own example alone."""
+    left, right = torch.full((3, 5, 4), 1e-25), torch.randn(3, 5, 3)
+    left[1], left[2, 0, 0] = 1.0, float("nan")
+    squares, mass = gram_squares(left, right, 32)
+    exact = torch.einsum("btp,btd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
+    assert exact[0] <= squares[0].sqrt() <= 1e-17 and (left[0].double().norm(dim=1) * right[0].double().norm(dim=1)).sum() <= mass[0] <= 1e-17
+    assert abs(squares[1].sqrt() / exact[1] - 1) < 1e-6 and squares[2].isnan() and mass[2].isnan()
+
+
+@pytest.mark.parametrize("is_centred", [True, False])
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 40, 33), (4, 17, 128)], ids=str)
+def test_gradients_of_scales_and_shifts(shape, is_centred):
+    grad, x = torch.randn(shape), 3 * torch.randn(shape) + 1
+    scale, shift = normalized_sums(grad, x, 1e-5, is_centred)
+    normalize = F.layer_norm if is_centred else F.rms_norm
+    expected = (grad.double() * normalize(x.double(), shape[2:], eps=1e-5)).sum(1)
+    assert torch.allclose(scale.double(), expected, atol=1e-5 * shape[1]) and torch.allclose(shift.double(), grad.double().sum(1), atol=1e-5)
+    views = normalized_sums(grad.mT.contiguous().mT, x.transpose(0, 1).contiguous().transpose(0, 1), 1e-5, is_centred)
+    assert torch.equal(views, torch.stack([scale, shift]))
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_normalisation_by_a_kernel_gives_the_gradients_of_plain_operations(kind, monkeypatch):
+    """Norms, and what a second pass may add, which asks for the mass."""
+    monkeypatch.setattr(numerics, "_WORTH_A_KERNEL", 0)
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(kernels, "DEVICES", devices)
+        torch.manual_seed(0)
+        layer = torch.nn.LayerNorm(6) if kind == "layer_norm" else torch.nn.RMSNorm(6, eps=1e-5)
+        torch.nn.init.normal_(layer.weight)
+        x = torch.randn(3, 5, 6)
+        for method in ("bookkeep", "reweight"):
+            with cw.capture(layer) as tape:
+                losses = layer(x).square().mul(torch.arange(6)).sum((1, 2))
+            found += [cw.clipped_gradients(tape, losses, cw.flat(1.0), method=method)]
+    half = len(found) // 2
+    for plain, by_kernel in zip(found[:half], found[half:]):
+        for name, total in plain.items():
+            torch.testing.assert_close(by_kernel[name], total, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_is_that_of_its_twin():
+    """A seed of 63 bits, a length that fills no block, sums in two precisions, rounded once."""
+    seed, count = 2**62 + 12345, 40_001
+    number = lambda value: torch.tensor(value, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        sums = torch.randn(count, dtype=dtype)
+        exact = sums.double() * 0.5 + plain_normals(seed, count) * 0.25
+        for out in (torch.float64, torch.float32, torch.float16):
+            found = noised(sums, torch.tensor(seed), number(0.5), number(0.25), out)
+            assert found.dtype == out and torch.allclose(found.double(), exact.to(out).double(), rtol=torch.finfo(out).eps, atol=1e-12)
+    assert len(noised(torch.zeros(0), torch.tensor(1), number(1.0), number(1.0), torch.float32)) == 0
+
+
+def test_the_twin_draws_gaussians():
+    """The first words of Philox for counter and key zero are published (Random123, kat_vectors); moments, tails, and no number tells another."""
+    high, low = (((a >> 5) * 2**26 + (b >> 6)) * 2.0**-53 for a, b in ((0x6627E8D5, 0xE169C58D), (0xBC57AC4C, 0x9B00DBD8)))
+    assert abs(float(plain_normals(0, 1)) - math.sqrt(-2 * math.log1p(-high)) * math.cos(2 * math.pi * low)) < 1e-14
+    count = 2_000_000
+    one, other = plain_normals(2**40 + 7, count), plain_normals(2**40 + 6, count)
+    assert 2 * stats.norm.sf(abs(float(one.sum())) / count**0.5) > 1e-4 and stats.kstest(one[:200_000].numpy(), "norm").pvalue > 1e-4
+    for a, b in ((one[:-1], one[1:]), (one[:-512], one[512:]), (one, other), (one.square() - 1, other.square() - 1)):
+        size = float((a.square().mean() * b.square().mean() * len(a)).sqrt())
+        assert 2 * stats.norm.sf(abs(float((a * b).sum())) / size) > 1e-4
+    for threshold in (1.0, 3.0, 4.0, 4.5):
+        assert stats.binomtest(int((one.abs() > threshold).sum()), count, 2 * stats.norm.sf(threshold)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_step_draws_by_the_kernel(by_kernel, monkeypatch):
+    """Rounded once from float64, no number twice, the same for the same seed; parameters without a sum get noise alone."""
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"} if by_kernel else set())
+    parameters = [torch.zeros(n).requires_grad_() for n in (30, 700, 1, 2000)]
+    sums = [torch.randn(30), None, torch.randn(1), torch.randn(2000)]
+    draw = lambda source, step: noise.noised(sums, parameters, deviation=2.0, divisor=4.0, randomness=source, purpose="noise", step=step)
+    values = torch.cat([(found * 4 - (0 if total is None else total)) / 2 for found, total in zip(draw(Reproducible(4), 0), sums)])
+    assert len(set(values.tolist())) == len(values) and stats.kstest(values.detach().numpy(), "norm").pvalue > 1e-4
+    assert all(map(torch.equal, draw(Reproducible(4), 0), draw(Reproducible(4), 0)))
+    assert not torch.equal(draw(Reproducible(4), 0)[1], draw(Reproducible(4), 1)[1]) and not torch.equal(draw(Fast(), 0)[1], draw(Fast(), 0)[1])
+    if by_kernel:
+        exact = plain_normals(Reproducible(4).seed("noise 0", 0), len(values))
+        assert torch.allclose(values.double(), exact, atol=1e-6)
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])

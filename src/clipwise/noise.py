@@ -7,40 +7,68 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .randomness import Randomness
+from .kernels import are_available
+from .randomness import Randomness, Seeded
 
+_MOST_BY_KERNEL = 2**31  # numbers from one seed
 _CHUNK = 2**24  # numbers that are drawn at once: few kernels for many small parameters, little memory for large ones
 
 
 def noised(
     sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float | Tensor, divisor: float,
-    randomness: Randomness, purpose: str, step: int,
+    randomness: Randomness, purpose: str, step: int, apart: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """For each parameter sum/divisor + (deviation/divisor)·N(0, I), added in float64 and rounded once to the parameter's type.
 
-    A parameter without a sum gets noise alone. No two parameters, steps or purposes share a number.
+    A parameter without a sum gets noise alone. No two parameters, steps or purposes share a number. `apart`: each result has a version
+    counter of its own.
     """
     found: list[Tensor] = list(parameters)
     with torch.no_grad():
         for number, places in enumerate(_chunks(parameters)):
-            device = parameters[places[0]].device
+            first = parameters[places[0]]
             sizes = [parameters[place].numel() for place in places]
-            normals = randomness.gaussians(sum(sizes), _purpose(purpose, number), step, device).mul_(deviation / divisor)
-            totals = [sums[place] for place in places]
-            flat = [normals.new_zeros(size) if total is None else total.reshape(-1) for size, total in zip(sizes, totals)]
-            normals.add_(torch.cat(flat) if len(flat) > 1 else flat[0], alpha=1 / divisor)
-            rounded = normals.to(parameters[places[0]].dtype).split(sizes)
-            parts = [part.view(parameters[place].shape) for place, part in zip(places, rounded)]
-            separate = torch._foreach_add(parts, 0.0) if len(parts) > 1 else parts  # each has a version counter of its own
+            flat = [_flat(sums[place], parameters[place]) for place in places]
+            total = torch.cat(flat) if len(flat) > 1 else flat[0]
+            draw = _purpose(purpose, number), step
+            if _is_drawn_by_kernel(first, sum(sizes)) and isinstance(randomness, Seeded):
+                noisy = _by_kernel(total, deviation, divisor, randomness.seed_on(first.device, *draw), first.dtype)
+            else:
+                normals = randomness.gaussians(sum(sizes), *draw, first.device).mul_(deviation / divisor)
+                noisy = normals.add_(total, alpha=1 / divisor).to(first.dtype)
+            parts = [part.view(parameters[place].shape) for place, part in zip(places, noisy.split(sizes))]
+            separate = torch._foreach_add(parts, 0.0) if apart and len(parts) > 1 else parts
             for place, gradient in zip(places, separate):
                 parameter = parameters[place]
                 found[place] = gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
     return found
 
 
-def purposes(parameters: Sequence[Tensor], purpose: str) -> list[str]:
-    """What the draws of `noised` are for: one for each chunk of parameters."""
-    return [_purpose(purpose, number) for number, _ in enumerate(_chunks(parameters))]
+def _flat(total: Tensor | None, parameter: Tensor) -> Tensor:
+    zeros = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.numel(), dtype=zeros, device=parameter.device) if total is None else total.reshape(-1)
+
+
+def _is_drawn_by_kernel(parameter: Tensor, count: int) -> bool:
+    """Whether noise for parameters of this type, so many numbers, is drawn and added by a kernel where they lie."""
+    return count < _MOST_BY_KERNEL and are_available(parameter.device, parameter.dtype)
+
+
+def _by_kernel(total: Tensor, deviation: float | Tensor, divisor: float, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    from .kernels.noise import noised as by_kernel
+
+    scale = torch.full((), 1 / divisor, dtype=torch.float64, device=total.device)
+    scaled = deviation / divisor
+    wide = scaled if isinstance(scaled, Tensor) else torch.full((), scaled, dtype=torch.float64, device=total.device)
+    return by_kernel(total, seed, scale, wide, dtype)
+
+
+def draws(parameters: Sequence[Tensor], purpose: str) -> list[tuple[str, bool]]:
+    """What `noised` draws for, one for each chunk of parameters, and whether a kernel may do it."""
+    return [
+        (_purpose(purpose, number), _is_drawn_by_kernel(parameters[places[0]], sum(parameters[place].numel() for place in places)))
+        for number, places in enumerate(_chunks(parameters))
+    ]
 
 
 def _purpose(purpose: str, number: int) -> str:

@@ -104,6 +104,11 @@ def flat_rows(rows: Tensor) -> Tensor:
     return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.unsqueeze(-1).flatten(1)
 
 
+def is_worth_a_kernel(tensor: Tensor) -> bool:
+    """Whether a kernel of our own reads these numbers sooner than torch: in a graph it costs nothing to start."""
+    return tensor.numel() > (0 if is_tracing() else _WORTH_A_KERNEL) and are_available(tensor.device, tensor.dtype)
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
     found, is_square = measure_rows(rows)
@@ -123,7 +128,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 def measure_rows(rows: Tensor) -> tuple[Tensor, bool]:
     """Norms or squared norms, whichever takes fewer kernels here, and whether they are squares."""
     flat = flat_rows(rows if rows.is_cuda else to_accumulate(rows))
-    if flat.numel() > (0 if is_tracing() else _WORTH_A_KERNEL) and are_available(flat.device, flat.dtype):
+    if is_worth_a_kernel(flat):
         from .kernels.rows import row_squares
 
         return row_squares(flat), True

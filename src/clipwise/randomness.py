@@ -1,7 +1,8 @@
 """Where random numbers come from. Nothing here touches torch's global generators, and no state outlives the step it was made for.
 
 `fast`          a generator for each purpose and step, its whole state taken from the operating system. A torch CPU generator uses
-                32 bits of a seed, few enough to try them all and to meet one twice, so the state itself is filled, not the seed.
+                32 bits of a seed, few enough to try them all and to meet one twice, so the state itself is filled, not the seed. On a
+                GPU a kernel of ours may draw the noise as torch would, by Philox from a seed of 63 bits (kernels/noise.py).
 `secure`        the same for draws; noise from a counter-mode cipher with a fresh key, in float64, as the halved sum of four
                 Gaussians (Holohan & Braghin 2021), against attacks on floating-point noise.
 `reproducible`  a function of (seed, purpose, step). For tests: whoever knows the seed can subtract the noise.
@@ -18,7 +19,7 @@ import os
 import secrets
 import warnings
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +40,13 @@ class Randomness(Protocol):
     def gaussians(self, count: int, purpose: str, step: int, device: torch.device) -> Tensor: ...
 
 
+@runtime_checkable
+class Seeded(Protocol):
+    """Of which a number of 63 bits on a device is enough: a kernel draws from it there."""
+
+    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Fast:
     """Torch's own Gaussians, from generators seeded by the operating system."""
@@ -48,6 +56,9 @@ class Fast:
     def seed(self, purpose: str, step: int) -> int:
         """For a generator on a GPU, which uses all of it."""
         return secrets.randbits(63)
+
+    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
+        return torch.full((), self.seed(purpose, step), device=device)
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return fresh_generator(device)
@@ -99,6 +110,9 @@ class Reproducible:
     def seed(self, purpose: str, step: int) -> int:
         digest = hashlib.sha256(f"{self.number} {purpose} {step}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
+
+    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
+        return torch.full((), self.seed(purpose, step), device=device)
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed(self.seed(purpose, step))

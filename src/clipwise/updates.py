@@ -15,7 +15,7 @@ from .clipping import Clipping
 from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
 from .inventory import named_modules
-from .noise import noised, purposes
+from .noise import draws, noised
 from .pending import Pending
 from .plan import PrivacyPlan
 from .randomness import Randomness
@@ -165,18 +165,18 @@ class Updates:
             optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
 
     def noised_sums(
-        self, number: int, sums: Mapping[int, Tensor], deviation: float | Tensor, randomness: Randomness, step: int
+        self, number: int, sums: Mapping[int, Tensor], deviation: float | Tensor, randomness: Randomness, step: int, *, apart: bool = True
     ) -> list[Tensor]:  # fmt: skip
-        """(Σ clip(g_i) + noise)/B̄ for everything this optimizer updates, whether or not the losses reached it."""
+        """(Σ clip(g_i) + noise)/B̄ for everything this optimizer updates, whether or not the losses reached it; as tensors `apart`."""
         parameters = updated_by(self.optimizers[number])
         return noised(
             [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self.plan.batch_size,
-            randomness=randomness, purpose=_purpose(number), step=step,
+            randomness=randomness, purpose=_purpose(number), step=step, apart=apart,
         )  # fmt: skip
 
-    def purposes(self, number: int) -> list[str]:
-        """What the draws of `noised_sums` are for."""
-        return purposes(updated_by(self.optimizers[number]), _purpose(number))
+    def draws(self, number: int) -> list[tuple[str, bool]]:
+        """What the draws of `noised_sums` are for, and whether a kernel makes them."""
+        return draws(updated_by(self.optimizers[number]), _purpose(number))
 
     def deviation(self, sensitivity: float) -> float:
         """Of the noise that is added to the clipped sums."""

@@ -3,7 +3,7 @@
     p ← step(p, (sums + N(0, σ²)) / B̄)
 
 The sums are read where the first graph leaves them. Between the two graphs everything is checked and the ledger counts, as before an
-eager step; the noise comes from generators of this graph alone, seeded anew before every replay.
+eager step; the noise comes from seeds or generators of this graph alone, new before every replay.
 """
 
 from __future__ import annotations
@@ -34,12 +34,25 @@ _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
 
 
 class _Registered:
-    """Gaussians from generators that a graph knows."""
+    """Gaussians that a graph draws: by kernels from seeds it reads, or from generators it knows."""
 
     name = "registered"
 
-    def __init__(self, purposes: list[str], device: torch.device):
-        self.generators = {purpose: torch.Generator(device) for purpose in purposes}
+    def __init__(self, draws: list[tuple[str, bool]], device: torch.device):
+        seeded = [purpose for purpose, by_kernel in draws if by_kernel]
+        self._seeds = torch.zeros(len(seeded), dtype=torch.int64, device=device)
+        self._seed_of = dict(zip(seeded, self._seeds))
+        self.generators = {purpose: torch.Generator(device) for purpose, by_kernel in draws if not by_kernel}
+
+    def begin(self, randomness: Fast | Reproducible, step: int) -> None:
+        """Start where nobody can know, before every replay."""
+        if self._seed_of:
+            self._seeds.copy_(torch.tensor([randomness.seed(purpose, step) for purpose in self._seed_of], device="cpu"))
+        for purpose, generator in self.generators.items():
+            generator.manual_seed(randomness.seed(purpose, step))
+
+    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
+        return self._seed_of[purpose]
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return self.generators[purpose]
@@ -92,8 +105,7 @@ class RecordedUpdate:
         now = self._now
         randomness = self._updates.randomness
         assert now is not None and not penalties and isinstance(randomness, _ON_DEVICE), "is_ready comes first"
-        for purpose, generator in now.source.generators.items():
-            generator.manual_seed(randomness.seed(purpose, step))
+        now.source.begin(randomness, step)
         now.deviation.fill_(self._updates.deviation(sensitivity))
         for rate, group in zip(now.rates or (), optimizer.param_groups):
             rate.copy_(group["lr"].reshape(())) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
@@ -186,13 +198,13 @@ class RecordedUpdate:
         optimizer, parameters = self._optimizer, self._parameters
         device = parameters[0].device
         held, before = self._held(sums), {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        source = _Registered(self._updates.purposes(self._number), device)
+        source = _Registered(self._updates.draws(self._number), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
         fused = [self._is_fused(group) for group in optimizer.param_groups]
         rates = [_rate(group, one, device) for group, one in zip(optimizer.param_groups, fused)] if type(optimizer) in _RATE_AS_TENSOR else None
 
         def run() -> None:
-            gradients = self._updates.noised_sums(self._number, sums, deviation, source, 0)
+            gradients = self._updates.noised_sums(self._number, sums, deviation, source, 0, apart=False)
             everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             there = [parameter.grad for parameter in everyone]  # what is foreign is refused later, and must not vanish here
             try:

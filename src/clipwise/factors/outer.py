@@ -8,7 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, product, rounds_to_tf32, row_norms, scale_stored, to_multiply
+from ..numerics import (
+    drop_rows,
+    in_working_precision,
+    is_worth_a_kernel,
+    product,
+    rounds_to_tf32,
+    row_norms,
+    scale_stored,
+    to_multiply,
+)
 from ..trials import roughly
 from .base import Factor, Grouping
 from .squares import Squares, known
@@ -78,8 +87,20 @@ class Outer(Factor):
 
         return outer_squares(self.left, self.right, tile, rounds_to_tf32(by_cudnn=False)), None
 
+    def by_gram_kernel(self, tile: int) -> tuple[Tensor, Tensor]:
+        """Squared norms and mass, (B,) each in float64."""
+        from ..kernels.gram import gram_squares
+
+        squares, mass = gram_squares(self.left[:, 0], self.right[:, 0], tile)
+        return squares, mass
+
     def mass(self) -> Tensor:
-        norms = self.term_norms().sum(2)  # (B, G)
+        if is_worth_a_kernel(self._sides[0]):
+            from ..kernels.terms import masses
+
+            norms = masses(self.left.flatten(0, 1), self.right.flatten(0, 1)).view(self.batch, self.blocks)
+        else:
+            norms = self.term_norms().sum(2)  # (B, G)
         return norms[:, 0] if self.blocks == 1 else torch.linalg.vector_norm(norms, dim=1)
 
     def merge(self, grouping: Grouping) -> Outer:
@@ -109,17 +130,22 @@ class Outer(Factor):
 
     @property
     def _block(self) -> tuple[int, int, int]:
-        return self.blocks, self._sides[0].shape[-1], self._sides[1].shape[-1]
+        return self.blocks, *self.widths_of_sides
+
+    @property
+    def widths_of_sides(self) -> tuple[int, int]:
+        """p and d"""
+        return self._sides[0].shape[-1], self._sides[1].shape[-1]
 
     @property
     def widths(self) -> int:
         """p + d, the lengths of the two vectors whose products a gram needs."""
-        return self._sides[0].shape[-1] + self._sides[1].shape[-1]
+        return sum(self.widths_of_sides)
 
     @property
     def summary(self) -> str:
         blocks = f"{self.blocks} blocks of " if self.blocks > 1 else ""
-        return f"{blocks}{self.terms} × ({self._sides[0].shape[-1]} ⊗ {self._sides[1].shape[-1]})"
+        return f"{blocks}{self.terms} × ({' ⊗ '.join(map(str, self.widths_of_sides))})"
 
     @property
     def signature(self) -> Hashable:

@@ -97,7 +97,8 @@ class FactorSum:
         """By a way of ways.py: `keep`, `tiles`, `gram` …, or `keep by windows` where a convolution's gradients are written out."""
         way, _, kernel = named.partition(" by ")
         if "kernel of " in named:
-            return self._by_kernel(way == "keep", int(named.rpartition(" ")[2]))
+            tile = int(named.rpartition(" ")[2])
+            return self._by_gram_kernel(tile) if way.startswith("gram") else self._by_kernel(way == "keep", tile)
         if kernel:
             for factor in self.factors:
                 assert isinstance(factor, Convolution)
@@ -119,6 +120,13 @@ class FactorSum:
             self._kept = Dense(kept)
             return known(squares).rounded_up(1 + _ACCUMULATION * unit_roundoff(torch.float32))
         return self._as_added(known(squares), self._rounded())
+
+    def _by_gram_kernel(self, tile: int) -> Squares:
+        [factor] = self.factors
+        assert isinstance(factor, Outer)
+        squares, self._mass = factor.by_gram_kernel(tile)
+        off = inner_roundoff([factor]) + 4 * _ACCUMULATION * unit_roundoff(torch.float32)  # tiles of products are added in float32, too
+        return self._as_added(Squares(squares, mass=self._mass, mass_factor=off, is_square=True), self._rounded())
 
     def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
         """Squared norms that add up to that of the whole: here one."""

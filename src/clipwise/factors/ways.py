@@ -5,7 +5,7 @@ keep                     write all gradients out once; their weighted sum replac
 tiles                    write out a few examples at a time, measure, forget; one more weight gradient later
 gram                     products of the terms; one more weight gradient later
 
-kernel                   form them inside the chip, measure, forget (Triton); one more weight gradient later
+kernel, gram kernel      form them, or the products of the terms, inside the chip, measure, forget (Triton); one more weight gradient later
 
 A convolution's gradients are written out `by windows` (copied, then one product), `by groups` (a convolution with groups = B) or
 `by kernel`. A kernel's tiles may have several sizes: `kernel of 64`.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import in_one_line
-from ..kernels import CONVOLUTION_TILES, OUTER_TILES, are_available
+from ..kernels import CONVOLUTION_TILES, GRAM_TILES, OUTER_TILES, are_available
 from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
 from ..trials import TRIALS, Unusable
 from .convolution import Convolution
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .sums import FactorSum
 
 _TWINS = 2e-2  # a kernel and its plain twin differ by rounding alone; bf16 and TF32 round coarsely
+_LONGEST_GRAM = 2**11  # terms
 _HOPELESS = 16  # a gram that takes so many times the operations of writing out is not tried
 
 
@@ -83,7 +84,11 @@ def _kernels(total: FactorSum, keep: bool) -> list[str]:
     if others or not isinstance(single, Outer | Convolution) or not are_available(single.device, single.stored_dtype):
         return []
     if isinstance(single, Outer):
-        return [f"kernel of {tile}" for tile in OUTER_TILES]
+        narrow = min(single.widths_of_sides)
+        names = [f"kernel of {tile}" for tile in OUTER_TILES if tile == OUTER_TILES[0] or tile <= narrow]
+        are_exact = single.stored_dtype == torch.bfloat16 and single.blocks == 1  # their products, in float32
+        names = names[-2:]  # smaller tiles read the same numbers more often
+        return names + ([f"gram kernel of {tile}" for tile in GRAM_TILES] if are_exact and single.terms <= _LONGEST_GRAM else [])
     return [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
 
 

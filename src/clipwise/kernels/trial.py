@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import in_one_line
 
-_ROWS, _LENGTH = 5, 3000
+_ROWS, _TERMS, _WIDTH = 5, 300, 10
+_SEED = 0x1234567890ABCDEF
 
 
 def agrees_with_torch(device: torch.device) -> str | None:
     """None, or what is wrong. The numbers are nobody's, and no generator is asked for them."""
     try:
+        from .noise import noised, plain_normals
+        from .normalization import normalized_sums
         from .rows import row_squares
         from .scaling import kept_rows, scaled_rows, weighted_row_sum
+        from .terms import masses
 
         with torch.no_grad():
-            numbers = torch.arange(_ROWS * _LENGTH, dtype=torch.float64, device=device)
-            exact = (numbers % 31 - 15).view(_ROWS, _LENGTH)  # integers: no rounding
+            numbers = torch.arange(_ROWS * _TERMS * _WIDTH, dtype=torch.float64, device=device)
+            exact = (numbers % 31 - 15).view(_ROWS, -1)  # integers: no rounding in sums
             weights = torch.tensor([1.0, 0.0, 0.5, 0.25, 2.0], device=device)
+            half, seed = torch.full((), 0.5, dtype=torch.float64, device=device), torch.full((), _SEED, device=device)
             wide, rows = weights.double()[:, None], exact.float()
-            pairs = [
-                (row_squares(rows), exact.square().sum(1)),
-                (scaled_rows(rows, weights, torch.float32), exact * wide),
-                (kept_rows(rows, weights), exact * (wide != 0)),
-                (weighted_row_sum(rows, weights), (exact * wide).sum(0)),
+            terms, exact_terms = (side.view(_ROWS, _TERMS, _WIDTH) for side in (rows, exact))
+            normal = plain_normals(_SEED, exact.numel()).to(device)
+            found = [  # what a kernel finds, what torch does, and how far they may be apart
+                (row_squares(rows), exact.square().sum(1), 0),
+                (scaled_rows(rows, weights, torch.float32), exact * wide, 0),
+                (kept_rows(rows, weights), exact * (wide != 0), 0),
+                (weighted_row_sum(rows, weights), (exact * wide).sum(0), 0),
+                (masses(terms, terms), exact_terms.square().sum((1, 2)), 1e-6),
+                (normalized_sums(terms, terms, 1e-5, True)[0], (exact_terms * F.layer_norm(exact_terms, (_WIDTH,))).sum(1), 0.1),
+                (normalized_sums(terms, terms, 1e-5, True)[1], exact_terms.sum(1), 0),
+                (noised(rows.flatten(), seed, half, half, torch.float64), (exact.flatten() + normal) / 2, 1e-12),
             ]
-        return None if all(torch.equal(found.double(), expected) for found, expected in pairs) else "they find other numbers than torch"
+        same = all(torch.allclose(mine.double(), its, rtol=0, atol=apart) for mine, its, apart in found)
+        return None if same else "they find other numbers than torch"
     except Exception as error:
         return in_one_line(error)

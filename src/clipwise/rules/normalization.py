@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors import Dense
-from ..numerics import to_accumulate
+from ..kernels import are_available
+from ..numerics import is_worth_a_kernel, to_accumulate
 from ..registry import Call, Factors, Use, own_rule
 
 
@@ -35,13 +37,33 @@ _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 def layer_norm(call: Call) -> Factors:
     """h = γ ⊙ ĥ + β with ĥ normalised over the trailing axes."""
     x, shape, weight, bias, eps = call.bind(*_LAYER_NORM, eps=1e-5)
-    grad = to_accumulate(call.output_grad)  # (R, *, *shape)
+    grad = call.output_grad  # (R, *, *shape)
+
+    def scales() -> Dense:
+        return Dense.summed(to_accumulate(grad) * F.layer_norm(to_accumulate(x), shape, eps=eps), weight.shape)
+
+    def shifts() -> Dense:
+        return Dense.summed(to_accumulate(grad), bias.shape)
+
+    both = _by_kernel(grad, x, shape, eps, is_centred=True) if call.tracks(weight) else None
     factors: Factors = {}
     if call.tracks(weight):
-        factors[weight] = Dense.summed(grad * F.layer_norm(to_accumulate(x), shape, eps=eps), weight.shape)
+        factors[weight] = scales() if both is None else Dense(both[0], mass=lambda: scales().mass())
     if call.tracks(bias):
-        factors[bias] = Dense.summed(grad, bias.shape)
+        factors[bias] = shifts() if both is None else Dense(both[1], mass=lambda: shifts().mass())
     return factors
+
+
+def _by_kernel(grad: Tensor, x: Tensor, shape: Sequence[int], eps: float, *, is_centred: bool) -> Tensor | None:
+    """(2, R, *shape): Σ_t grad ⊙ x̂ and Σ_t grad, where a kernel adds them up sooner than plain operations. grad and x: (R, *, *shape)"""
+    width, rows = torch.Size(shape).numel(), grad.shape[0]
+    if grad.numel() <= rows * width or not is_worth_a_kernel(grad) or not are_available(x.device, x.dtype):
+        return None
+    from ..kernels.normalization import WIDEST, normalized_sums
+
+    if width > WIDEST:
+        return None
+    return normalized_sums(grad.reshape(rows, -1, width), x.reshape(rows, -1, width), eps, is_centred).view(2, rows, *shape)
 
 
 _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
@@ -51,8 +73,13 @@ _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 def rms_norm(call: Call) -> Factors:
     """h = γ ⊙ x / rms(x). Without an eps torch takes the machine epsilon of the input, so the input keeps its precision."""
     x, shape, weight, eps = call.bind(*_RMS_NORM)
-    normalized = to_accumulate(F.rms_norm(x, shape)) if eps is None else F.rms_norm(to_accumulate(x), shape, eps=eps)
-    return {weight: Dense.summed(to_accumulate(call.output_grad) * normalized, weight.shape)}
+
+    def scales() -> Dense:
+        normalized = to_accumulate(F.rms_norm(x, shape)) if eps is None else F.rms_norm(to_accumulate(x), shape, eps=eps)
+        return Dense.summed(to_accumulate(call.output_grad) * normalized, weight.shape)
+
+    both = None if eps is None else _by_kernel(call.output_grad, x, shape, eps, is_centred=False)
+    return {weight: scales() if both is None else Dense(both[0], mass=lambda: scales().mass())}
 
 
 def _channels(call: Call, normalized: Tensor | None, weight: Any, bias: Any) -> Factors:
