@@ -39,20 +39,18 @@ class _Registered:
     name = "registered"
 
     def __init__(self, draws: list[tuple[str, bool]], device: torch.device):
-        seeded = [purpose for purpose, by_kernel in draws if by_kernel]
-        self._seeds = torch.zeros(len(seeded), dtype=torch.int64, device=device)
-        self._seed_of = dict(zip(seeded, self._seeds))
+        self._seeds = {purpose: torch.zeros((), dtype=torch.int64, device=device) for purpose, by_kernel in draws if by_kernel}
         self.generators = {purpose: torch.Generator(device) for purpose, by_kernel in draws if not by_kernel}
 
     def begin(self, randomness: Fast | Reproducible, step: int) -> None:
-        """Start where nobody can know, before every replay."""
-        if self._seed_of:
-            self._seeds.copy_(torch.tensor([randomness.seed(purpose, step) for purpose in self._seed_of], device="cpu"))
+        """Start where nobody can know, before every replay. (Copied from the host, seeds would wait for what the device is doing.)"""
+        for purpose, seed in self._seeds.items():
+            seed.fill_(randomness.seed(purpose, step))
         for purpose, generator in self.generators.items():
             generator.manual_seed(randomness.seed(purpose, step))
 
     def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
-        return self._seed_of[purpose]
+        return self._seeds[purpose]
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return self.generators[purpose]

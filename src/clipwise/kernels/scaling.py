@@ -13,7 +13,8 @@ from torch import Tensor
 from ..tracing import is_tracing
 
 _BLOCK = 1024  # numbers that a program reads at once
-_COLUMNS, _ROWS = 256, 8  # … and of a sum
+_COLUMNS, _ROWS = 256, 8  # … and of a sum, …
+_FEW_COLUMNS, _MANY_ROWS, _SHORT = 16, 64, 2**16  # … of rows that would keep few programs busy
 
 
 @triton.jit
@@ -70,8 +71,9 @@ def _add(rows: Tensor, weights: Tensor) -> Tensor:
     rows, weights = rows if rows.stride(1) == 1 else rows.contiguous(), weights.contiguous()
     examples, length = rows.shape
     sums = torch.empty(length, dtype=torch.float32, device=rows.device)
+    columns, at_once = (_COLUMNS, _ROWS) if length > _SHORT else (_FEW_COLUMNS, _MANY_ROWS)
     with torch.cuda.device_of(rows):
-        _weighted[(triton.cdiv(length, _COLUMNS),)](rows, weights, sums, examples, length, rows.stride(0), COLUMNS=_COLUMNS, ROWS=_ROWS)
+        _weighted[(triton.cdiv(length, columns),)](rows, weights, sums, examples, length, rows.stride(0), COLUMNS=columns, ROWS=at_once)
     return sums
 
 
