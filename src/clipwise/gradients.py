@@ -28,6 +28,7 @@ from .factors import (
     products_of_columns,
     row_squares_together,
     sum_of,
+    weighted_sums_together,
 )
 from .functions import full_name
 from .layout import Layout, Table, to_rows
@@ -254,7 +255,20 @@ class ExampleGradients:
                 found = cast[key] = in_working_precision(weights[name], dtype).to(device)
             return found
 
-        sums = {key: total.weighted_sum(prepared(names[key], total.dtype, total.device), clean=clean) for key, total in self._sums.items()}
+        sums: dict[int, Tensor] = {}
+        alike: dict[int, tuple[Tensor, list[int], list[Tensor]]] = {}  # by what they are weighed with
+        for key, total in self._sums.items():
+            exact = prepared(names[key], total.dtype, total.device)
+            rows = total.written if clean and not is_tracing() and isinstance(total, FactorSum) else None
+            if rows is None:
+                sums[key] = total.weighted_sum(exact, clean=clean)
+            else:
+                _, keys, matrices = alike.setdefault(id(exact), (exact, [], []))
+                keys.append(key)
+                matrices.append(rows)
+        for exact, keys, matrices in alike.values():
+            found = weighted_sums_together(matrices, exact)
+            sums |= {key: total.view(self._sums[key].shape) for key, total in zip(keys, found)}
         if self._pulled is not None:
             sums |= self._pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self._pulled.inputs.items()})
         return {name: sums[key] for key, name in names.items() if key in sums}

@@ -29,7 +29,7 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 def own_attributes(module: nn.Module) -> list[tuple[str, object]]:
     """Those that not every module has."""
     attributes = vars(module)
-    return [(name, value) for name, value in attributes.items() if name not in _OWN]
+    return [(name, attributes[name]) for name in attributes.keys() - _OWN]
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

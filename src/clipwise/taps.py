@@ -135,3 +135,9 @@ class Tap(torch.autograd.Function):
             with torch._C.DisableTorchFunction():  # autograd keeps no graph here
                 receive(ctx.record, grad, kept)
         return grad, None, None, None
+
+
+def tapped(output: Tensor, anchor: Tensor, record: Record, kept: tuple[Tensor, ...] | Deposit) -> Tensor:
+    """Tap.apply, past what torch looks for where a transform of torch.func may be on: such uses were refused before."""
+    found: Tensor = super(torch.autograd.Function, Tap).apply(output, anchor, record, kept)  # type: ignore[misc]
+    return found

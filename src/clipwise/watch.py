@@ -22,7 +22,7 @@ from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import tensors_in
-from .taps import Deposit, Record, Slot, Tap, has_saving_hooks
+from .taps import Deposit, Record, Slot, has_saving_hooks, tapped
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -218,9 +218,9 @@ class Watch(TorchFunctionMode):
         """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
         use = Use(torch.Tensor.expand, (weight,), {}, [weight])
-        tapped = self.insert_tap(expanded, use, spread_rule, upstream=[])
-        self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, tapped)
-        return tapped
+        output = self.insert_tap(expanded, use, spread_rule, upstream=[])
+        self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, output)
+        return output
 
     def _tap_output(self, use: Use, rule: Rule) -> Any:
         upstream = use.upstream()
@@ -230,9 +230,9 @@ class Watch(TorchFunctionMode):
             raise self.refusal(use, one_tensor=False)
         if not output.requires_grad:
             return output
-        tapped = self.insert_tap(output, called, rule, upstream)
-        self.note(use.func, trait_of(use.func), use.args, use.kwargs, tapped)
-        return tapped
+        output = self.insert_tap(output, called, rule, upstream)
+        self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
+        return output
 
     def insert_tap(
         self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
@@ -255,7 +255,7 @@ class Watch(TorchFunctionMode):
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape
         tape.taps_of.update(tape.marks.keys_of(use.tracked))
-        return Tap.apply(output, tape.anchor, record, kept if deposit is None else deposit)
+        return tapped(output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
         """The call with a Slot for each tensor that the rule reads, and these tensors."""

@@ -11,7 +11,7 @@ from .placed import Placed
 from .rows import Rows
 from .squares import Squares, finish, known
 from .sums import FactorSum
-from .together import products_of_columns, row_squares_together
+from .together import products_of_columns, row_squares_together, weighted_sums_together
 
 __all__ = [
     "Convolution",
@@ -32,4 +32,5 @@ __all__ = [
     "products_of_columns",
     "row_squares_together",
     "sum_of",
+    "weighted_sums_together",
 ]

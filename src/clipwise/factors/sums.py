@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..numerics import product_roundoff, unit_roundoff
+from ..numerics import flat_rows, product_roundoff, unit_roundoff
 from ..planner import MemoryBudget, chunk_on
 from .base import Factor
 from .convolution import Convolution
@@ -173,6 +173,12 @@ class FactorSum:
             return False
         factor = self.factors[0]
         return isinstance(factor, Dense) or (isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1))
+
+    @property
+    def written(self) -> Tensor | None:
+        """The gradients, (B, n), where they lie written out."""
+        found = self._kept or (self.factors[0] if len(self.factors) == 1 else None)
+        return flat_rows(found.grad) if isinstance(found, Dense) else None
 
     def forget_terms(self) -> None:
         """Free what a written-out gradient was made of. No mass is known any more."""
