@@ -389,3 +389,32 @@ def test_the_kernels_for_noise_and_normalisation(compiled_kernels):
             scale, shift = normalized_sums(grad, x, 1e-5, is_centred)
             exact = (grad.double() * normalize(x.double(), shape[2:], eps=1e-5)).sum(1)
             assert torch.allclose(scale.double(), exact, atol=1e-3) and torch.allclose(shift.double(), grad.double().sum(1), atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(16, 1024, 768, 50257), (64, 128, 300, 20), (3, 1, 5, 2)], ids=str)
+def test_the_kernel_for_embeddings(compiled_kernels, shape):
+    from clipwise.kernels.segments import segment_squares
+
+    examples_, terms, width, height = shape
+    ids, rows = torch.randint(0, height, (examples_, terms), device="cuda"), torch.randn(examples_, terms, width, device="cuda")
+    found = segment_squares(*ids.sort(1), rows)
+    for i in range(examples_):
+        table = torch.zeros(height, width, dtype=torch.float64, device="cuda").index_add_(0, ids[i], rows[i].double())
+        torch.testing.assert_close(found[i], table.square().sum(), rtol=1e-6, atol=0)
+    assert torch.equal(found, segment_squares(*ids.sort(1), rows))
+
+
+def test_the_norm_of_a_head_tied_to_its_embedding_in_bf16(compiled_kernels):
+    """Products of terms by the kernel, between head and embedding by plain operations; never less than the norm."""
+    from clipwise.factors import FactorSum, Outer, Rows
+
+    left, right = (torch.randn(4, 30, width, device="cuda").bfloat16() for width in (101, 16))
+    ids, rows = torch.randint(0, 101, (4, 30), device="cuda"), torch.randn(4, 30, 16, device="cuda").bfloat16()
+    total = FactorSum([Outer(left, right), Rows(ids, rows, torch.Size((101, 16)))])
+    exact = torch.einsum("btp,btd->bpd", left.double(), right.double())
+    for i in range(4):
+        exact[i].index_add_(0, ids[i], rows[i].double())
+    exact = exact.flatten(1).norm(dim=1)
+    for way in ("gram", "tiles"):
+        found = FactorSum(total.factors).measured_by(way).now().sqrt().cuda()
+        assert (found >= exact * (1 - 1e-9)).all() and (found <= 1.1 * exact).all()

@@ -22,6 +22,7 @@ from clipwise.kernels.normalization import normalized_sums
 from clipwise.kernels.outer import outer_squares
 from clipwise.kernels.rows import row_squares
 from clipwise.kernels.scaling import kept_rows, scaled_rows, weighted_row_sum
+from clipwise.kernels.segments import segment_squares
 from clipwise.kernels.terms import masses
 from clipwise.randomness import Fast, Reproducible
 from test_compiled import MODELS
@@ -118,6 +119,18 @@ def test_products_too_small_for_float32_are_not_forgotten():
     exact = torch.einsum("btp,btd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
     assert exact[0] <= squares[0].sqrt() <= 1e-17 and (left[0].double().norm(dim=1) * right[0].double().norm(dim=1)).sum() <= mass[0] <= 1e-17
     assert abs(squares[1].sqrt() / exact[1] - 1) < 1e-6 and squares[2].isnan() and mass[2].isnan()
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 5, 9), (2, 33, 70, 4), (1, 1, 1, 1), (2, 40, 3, 1000), (2, 64, 8, 1)], ids=str)
+def test_rows_that_share_an_id_are_added_before_they_are_squared(shape):
+    """Ids that begin in one stretch of terms and end in another; NaN stays in its example."""
+    examples, terms, width, height = shape
+    ids, rows = torch.randint(0, height, (examples, terms)), torch.randn(examples, terms, width)
+    found = segment_squares(*ids.sort(1), rows)
+    table = torch.zeros(examples, height, width, dtype=torch.float64).scatter_add_(1, ids[..., None].expand_as(rows), rows.double())
+    assert torch.allclose(found, table.flatten(1).square().sum(1), rtol=1e-6)
+    rows[0, 0, 0] = torch.nan
+    assert segment_squares(*ids.sort(1), rows).isnan().tolist() == [True] + [False] * (examples - 1)
 
 
 @pytest.mark.parametrize("is_centred", [True, False])

@@ -98,13 +98,15 @@ def transposed():
 def test_kernels_are_candidates_and_agree_with_their_twins(make, interpreted, monkeypatch):
     monkeypatch.setattr(ways_module, "CONVOLUTION_TILES", (16,))  # test_kernels.py tries other sizes
     monkeypatch.setattr(ways_module, "OUTER_TILES", (32,))
+    monkeypatch.setattr(ways_module, "GRAM_TILES", (64,))
     made = make()
     exact = made[0] if isinstance(made, list) else made
     total = FactorSum([in_float32(exact)])
     total.measure(MemoryBudget())
     ((seconds,),) = [list(found.values()) for found in ways_module.TRIALS.outcomes.values()]
     names = [name for name in seconds if "kernel" in name]
-    assert len(names) == (1 if isinstance(exact, Outer) else 2) and all(seconds[name] < float("inf") for name in names)
+    grams = int(exact.blocks == 1)
+    assert len(names) == (1 if isinstance(exact, Outer) else 2) + grams and all(seconds[name] < float("inf") for name in names)
     weights = torch.rand(B)
     for name in names:
         again = FactorSum(total.factors)
@@ -127,6 +129,7 @@ def test_a_kernel_that_disagrees_with_its_twin_or_fails_is_left_out(fault, inter
     monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(Outer, "by_kernel", faulty)
+    monkeypatch.setattr(ways_module, "GRAM_TILES", ())
     total = FactorSum([in_float32(FACTORS["sequence"]()[0])])
     with pytest.warns(UserWarning, match="no such instruction" if fault == "raises" else "other norms than its plain twin"):
         total.measure(MemoryBudget())

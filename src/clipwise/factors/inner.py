@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import GRAM_TILES, are_available
 from ..numerics import flat_rows, product, to_accumulate, to_multiply, unit_roundoff, wider_dtype
 from .base import Factor
 from .convolution import Convolution
@@ -16,6 +17,8 @@ from .dense import Dense
 from .outer import Outer
 from .rows import Rows
 
+_LONGEST_GRAM = {torch.bfloat16: 2**11, torch.float32: 2**8}  # terms whose products a kernel forms; those of float32 take long
+_ADDED_IN_A_TILE = 64  # additions one after the other, at most
 _TENSOR_CORES = 4  # they cut sums off where others round them to the nearest number (Fasi et al. 2021), and keep two bits more
 
 
@@ -37,6 +40,12 @@ def inner(a: Factor, b: Factor) -> Tensor:
     return flat_rows(a.dense().double() * b.dense().double()).sum(1)
 
 
+def has_gram_kernel(factor: Outer | Convolution) -> bool:
+    """Whether the products of its terms are few enough to be formed without leaving the chip."""
+    longest = _LONGEST_GRAM.get(factor.stored_dtype, 0)
+    return factor.blocks == 1 and factor.terms <= longest and are_available(factor.device, factor.stored_dtype)
+
+
 def inner_products_are_cheap(factors: list[Factor]) -> bool:
     """Whether `inner` of any two of these needs nothing written out."""
     kinds = (Outer, Convolution, Rows)
@@ -50,18 +59,27 @@ def inner_roundoff(factors: list[Factor]) -> float:
     """c·u such that |Σ_ab ⟨a, b⟩ computed − true| ≤ c·u·(Σ_a mass_a)².
 
     A product of two sums of p and d exact products, each added in precision u, is off by at most (p + d + 2)·u relative
-    to the product of the norms (Higham, Accuracy and Stability, Section 3.1); the sums over terms run in float64.
+    to the product of the norms (Higham, Accuracy and Stability, Section 3.1); the sums over terms run in float64, those of a tile of a
+    kernel in float32.
     """
     lengths = [factor.widths if isinstance(factor, Outer | Convolution) else factor.shape[1:].numel() for factor in factors]
     stored = {factor.stored_dtype for factor in factors}
     if stored == {torch.bfloat16}:
-        return _TENSOR_CORES * (max(lengths) + 2) * unit_roundoff(torch.float32)
+        return _TENSOR_CORES * (max(lengths) + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
     wide = unit_roundoff(wider_dtype(torch.empty((), dtype=factors[0].dtype, device="meta")))
     return (max(lengths) + 2) * wide
 
 
+def gram_kernel_roundoff(factor: Outer | Convolution) -> float:
+    """The same for the kernel, which adds in float32, on tensor cores or not."""
+    cores = _TENSOR_CORES if factor.stored_dtype == torch.bfloat16 else 1
+    return cores * (factor.widths + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
+
+
 def _outer_outer(a: Outer, b: Outer) -> Tensor:
     """Σ_ts ⟨left_t, left'_s⟩·⟨right_t, right'_s⟩, the gram of the paper's Section 5.5 for a = b."""
+    if a is b and a.stored_dtype == torch.bfloat16 and has_gram_kernel(a):
+        return a.by_gram_kernel(GRAM_TILES[a.terms > GRAM_TILES[0]])[0]
     a_left, b_left, a_right, b_right = to_multiply(a.left, b.left, a.right, b.right)
     lefts, rights = product(_wide(a_left), _wide(b_left).mT), product(_wide(a_right), _wide(b_right).mT)  # (B, G, T, T')
     return (lefts * rights).double().flatten(1).sum(1)

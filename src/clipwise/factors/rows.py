@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..numerics import row_norms, scale_rows, squared_norms, to_accumulate
+from ..numerics import is_worth_a_kernel, row_norms, scale_rows, squared_norms, to_accumulate
 from ..trials import roughly
 from .base import Factor, Grouping
 
@@ -15,7 +15,7 @@ from .base import Factor, Grouping
 class Rows(Factor):
     """g_i has rows[i, t] added to its row ids[i, t], for every t. ids: (B, *), rows: (B, *, *shape[1:])
 
-    The squared norm adds the rows that share an id before squaring: sorted ids, one scatter, O(T·d) and no T² gram.
+    The squared norm adds the rows that share an id before squaring: sorted ids, one scatter or one kernel, O(T·d) and no T² gram.
     """
 
     def __init__(self, ids: Tensor, rows: Tensor, shape: torch.Size):
@@ -36,8 +36,11 @@ class Rows(Factor):
 
     def squared_norms(self) -> Tensor:
         """(B,) in float64."""
-        order = self.ids.argsort(1)
-        ids = self.ids.gather(1, order)
+        ids, order = self.ids.sort(1)
+        if is_worth_a_kernel(self.rows):
+            from ..kernels.segments import segment_squares
+
+            return segment_squares(ids, order, self.rows)
         new = torch.ones_like(ids)
         new[:, 1:] = ids[:, 1:] != ids[:, :-1]
         segment = (new.cumsum(1) - 1)[..., None].expand_as(self.rows)  # (B, T, d)

@@ -13,7 +13,7 @@ from ..planner import MemoryBudget, chunk_on
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
-from .inner import inner, inner_roundoff
+from .inner import gram_kernel_roundoff, inner, inner_roundoff
 from .outer import Outer
 from .rows import Rows
 from .squares import Squares, known, of_rows
@@ -123,10 +123,10 @@ class FactorSum:
 
     def _by_gram_kernel(self, tile: int) -> Squares:
         [factor] = self.factors
-        assert isinstance(factor, Outer)
-        squares, self._mass = factor.by_gram_kernel(tile)
-        off = inner_roundoff([factor]) + 4 * _ACCUMULATION * unit_roundoff(torch.float32)  # tiles of products are added in float32, too
-        return self._as_added(Squares(squares, mass=self._mass, mass_factor=off, is_square=True), self._rounded())
+        assert isinstance(factor, Outer | Convolution)
+        squares, self._mass = (factor.as_outer() if isinstance(factor, Convolution) else factor).by_gram_kernel(tile)
+        measured = Squares(squares, mass=self._mass, mass_factor=gram_kernel_roundoff(factor), is_square=True)
+        return self._as_added(measured, self._rounded())
 
     def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
         """Squared norms that add up to that of the whole: here one."""

@@ -25,7 +25,7 @@ from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
 from ..trials import TRIALS, Unusable
 from .convolution import Convolution
 from .dense import Dense
-from .inner import inner_products_are_cheap
+from .inner import has_gram_kernel, inner_products_are_cheap
 from .outer import Outer
 from .rows import Rows
 from .squares import Squares
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .sums import FactorSum
 
 _TWINS = 2e-2  # a kernel and its plain twin differ by rounding alone; bf16 and TF32 round coarsely
-_LONGEST_GRAM = 2**11  # terms
 _HOPELESS = 16  # a gram that takes so many times the operations of writing out is not tried
 
 
@@ -59,7 +58,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         names = _writing_out(total, keep, budget)
         if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
             names.append("gram")
-        names += _kernels(total, keep)
+        names += _kernels(total, keep, budget)
         rule = next((name for name in names if name.startswith(rule)), names[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
@@ -78,18 +77,17 @@ def _writing_out(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str
     return [f"{way} by {kernel}" for way in ways for kernel in kernels]
 
 
-def _kernels(total: FactorSum, keep: bool) -> list[str]:
+def _kernels(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
     """One name for each size of tiles."""
     [single, *others] = total.factors
     if others or not isinstance(single, Outer | Convolution) or not are_available(single.device, single.stored_dtype):
         return []
-    if isinstance(single, Outer):
-        narrow = min(single.widths_of_sides)
-        names = [f"kernel of {tile}" for tile in OUTER_TILES if tile == OUTER_TILES[0] or tile <= narrow]
-        are_exact = single.stored_dtype == torch.bfloat16 and single.blocks == 1  # their products, in float32
-        names = names[-2:]  # smaller tiles read the same numbers more often
-        return names + ([f"gram kernel of {tile}" for tile in GRAM_TILES] if are_exact and single.terms <= _LONGEST_GRAM else [])
-    return [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
+    grams = [f"gram kernel of {tile}" for tile in GRAM_TILES] if has_gram_kernel(single) else []
+    if isinstance(single, Convolution):
+        names = [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
+        return names + (grams if budget.has(single.windows_bytes) else [])
+    fitting = [tile for tile in OUTER_TILES if tile <= max(OUTER_TILES[0], *single.widths_of_sides)]
+    return [f"kernel of {tile}" for tile in fitting[-2:]] + grams  # smaller tiles read the same numbers more often
 
 
 def _checked(total: FactorSum, way: str) -> Squares:

@@ -18,6 +18,7 @@ def agrees_with_torch(device: torch.device) -> str | None:
         from .normalization import normalized_sums
         from .rows import row_squares
         from .scaling import kept_rows, scaled_rows, weighted_row_sum
+        from .segments import segment_squares
         from .terms import masses
 
         with torch.no_grad():
@@ -27,6 +28,9 @@ def agrees_with_torch(device: torch.device) -> str | None:
             half, seed = torch.full((), 0.5, dtype=torch.float64, device=device), torch.full((), _SEED, device=device)
             wide, rows = weights.double()[:, None], exact.float()
             terms, exact_terms = (side.view(_ROWS, _TERMS, _WIDTH) for side in (rows, exact))
+            ids, order = (torch.arange(_ROWS * _TERMS, device=device) * 7 % 41).view(_ROWS, _TERMS).sort(1)
+            places = torch.zeros_like(ids).scatter_(1, order, ids)[..., None].expand_as(exact_terms)
+            summed = exact_terms.new_zeros(_ROWS, 41, _WIDTH).scatter_add_(1, places, exact_terms)
             normal = plain_normals(_SEED, exact.numel()).to(device)
             found = [  # what a kernel finds, what torch does, and how far they may be apart
                 (row_squares(rows), exact.square().sum(1), 0),
@@ -36,6 +40,7 @@ def agrees_with_torch(device: torch.device) -> str | None:
                 (masses(terms, terms), exact_terms.square().sum((1, 2)), 1e-6),
                 (normalized_sums(terms, terms, 1e-5, True)[0], (exact_terms * F.layer_norm(exact_terms, (_WIDTH,))).sum(1), 0.1),
                 (normalized_sums(terms, terms, 1e-5, True)[1], exact_terms.sum(1), 0),
+                (segment_squares(ids, order, terms), summed.square().sum((1, 2)), 0),
                 (noised(rows.flatten(), seed, half, half, torch.float64), (exact.flatten() + normal) / 2, 1e-12),
             ]
         same = all(torch.allclose(mine.double(), its, rtol=0, atol=apart) for mine, its, apart in found)
