@@ -166,6 +166,14 @@ def test_the_fastest_way_is_taken_and_tried_once_for_a_shape(fastest, timed):
     assert len(runs) == 9
 
 
+def test_what_is_written_out_for_a_moment_needs_room_too(timed):
+    """Where there is none, ways that write nothing out are all that is left."""
+    for room, way in ((20_000, "gram"), (10**6, "keep")):
+        total = FactorSum([Outer(examples(6, 7, 30), examples(6, 7, 50))])  # 72 kB at once, its products 5 kB
+        total.measure(MemoryBudget(left=room))
+        assert total.way == way
+
+
 def test_a_way_that_runs_out_of_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(trials, "DEVICES", {"cpu"})
 

@@ -59,6 +59,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
             names.append("gram")
         names += _kernels(total, keep, budget)
+        names = [name for name in names if not name.startswith("tiles") or budget.has(_tile_bytes(total))] or names
         rule = next((name for name in names if name.startswith(rule)), names[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
@@ -133,6 +134,11 @@ def _gram_flops(total: FactorSum) -> int:
 def _gram_bytes(total: FactorSum) -> int:
     """Two products of all terms with all terms, in float64."""
     return 16 * total.batch * _terms(total) ** 2 * max(f.blocks for f in total.factors if isinstance(f, Outer | Convolution))
+
+
+def _tile_bytes(total: FactorSum) -> int:
+    """What lies written out for a moment, and what a library takes to write it."""
+    return 2 * min(total.batch * total.shape.numel(), chunk_on(total.device)) * total.dtype.itemsize
 
 
 def _terms(total: FactorSum) -> int:
