@@ -642,7 +642,7 @@ def test_which_tensors_have_rows():
     flat, structure, has_rows = leaves.flat((torch.zeros(5, 3), shared, 1.5), 5)
     assert has_rows == (True, False, False)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, True, False)  # no step was made with that
-    leaves.remember(flat, structure, 5)
+    leaves.remember(structure, has_rows)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, False, False)  # its length was no number of rows
     assert Leaves().flat((torch.zeros(4, 3), cw.constant(torch.zeros(4))), 4)[2] == (True, False)
 

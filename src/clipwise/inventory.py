@@ -23,7 +23,7 @@ class _Walk:
         found = []
         for path, reference, children in self._below:
             module = reference()
-            if module is None or _children(module) != children:
+            if module is None or ((children or module._modules) and _children(module) != children):
                 return None
             found.append((path, module))
         return found
@@ -50,4 +50,6 @@ def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Every module of these, once."""
+    if len(roots) == 1:
+        return [module for _, module in named_modules(roots[0])]
     return list({id(module): module for root in roots for _, module in named_modules(root)}.values())

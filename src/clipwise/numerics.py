@@ -91,10 +91,19 @@ def product_roundoff(dtype: torch.dtype, device: torch.device, *, convolution: b
 
 
 def rounds_to_tf32(*, by_cudnn: bool) -> bool:
-    """Whether matrix products, or what cuDNN computes, may round float32 on a GPU. (`allow_tf32` raises where both were set apart.)"""
-    cudnn: Any = torch.backends.cudnn
-    asked = [torch.backends.cuda.matmul, *((cudnn.conv, cudnn.rnn) if by_cudnn else ())]
-    return any(backend.fp32_precision == "tf32" for backend in asked)
+    """Whether matrix products, or what cuDNN computes, may round float32 on a GPU."""
+    products, *cudnn = tf32_in_use()
+    return products or (by_cudnn and any(cudnn))
+
+
+def tf32_in_use() -> tuple[bool, bool, bool]:
+    """By matrix products, cuDNN's convolutions, its recurrent layers. (`allow_tf32` raises where they were set apart.)"""
+    backends: Any = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision == "tf32",
+        backends.cudnn.conv.fp32_precision == "tf32",
+        backends.cudnn.rnn.fp32_precision == "tf32",
+    )
 
 
 def flat_rows(rows: Tensor) -> Tensor:

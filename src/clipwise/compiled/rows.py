@@ -38,21 +38,30 @@ class Leaves:
 
     def __init__(self) -> None:
         self._shared: set[tuple[str, int]] = set()  # (structure, place) of tensors that have no rows
+        self._tuples: dict[int, tuple[Any, str]] = {}  # the structure of so many tensors side by side, and its name
 
     def flat(self, batch: Any, count: int) -> tuple[list[Any], Any, tuple[bool, ...]]:
         """(leaves, structure, which of them have rows)"""
-        leaves, structure = pytree.tree_flatten(batch)
-        name = str(structure)
-        return (
-            leaves,
-            structure,
-            tuple(_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)),
-        )
+        if all(type(leaf) is Tensor for leaf in batch):
+            if len(batch) not in self._tuples:
+                structure = pytree.tree_structure(batch)
+                self._tuples[len(batch)] = structure, str(structure)
+            leaves, structure = list(batch), self._tuples[len(batch)][0]
+        else:
+            leaves, structure = pytree.tree_flatten(batch)
+        name = self.name_of(structure)
+        return leaves, structure, tuple([_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)])
 
-    def remember(self, leaves: Sequence[Any], structure: Any, count: int) -> None:
-        """A step was made with these."""
-        name = str(structure)
-        self._shared |= {(name, place) for place, leaf in enumerate(leaves) if not _may_have_rows(leaf, count)}
+    def name_of(self, structure: Any) -> str:
+        """By which structures are told apart."""
+        known, name = self._tuples.get(structure.num_leaves, (None, ""))
+        return name if known is structure else str(structure)
+
+    def remember(self, structure: Any, has_rows: Sequence[bool]) -> None:
+        """A step was made with such leaves."""
+        if not all(has_rows):
+            name = self.name_of(structure)
+            self._shared |= {(name, place) for place, is_one in enumerate(has_rows) if not is_one}
 
 
 def _may_have_rows(leaf: Any, count: int) -> bool:

@@ -52,9 +52,7 @@ class CompiledStep:
         if variant is None:
             self._eager_step(batch)
         else:
-            clipped = self.graphs.clipped(variant, batch, self._bound)
-            parameters = self._updates.by_name()
-            self._intake.hand_in(clipped, [parameters[name] for name in variant.names], batch.inputs)
+            self._intake.hand_in(self.graphs.clipped(variant, batch, self._bound), variant.parameters, batch.inputs)
         for number, (optimizer, update) in enumerate(zip(self._updates.optimizers, self._recorded)):
             if variant is not None and not self._training.has_regularizers and update.is_ready(self._intake.pending.sums):
                 self._training.take_step(number, optimizer, update.release)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ..clipping import Clipping
 from ..counts import check_count
 from ..experience import experience_of
+from ..inventory import all_modules
 from ..methods import Clipped
 from ..release import clip
 from ..tape import as_modules, capture
@@ -75,6 +76,7 @@ class GraphSums:
         self._losses_of = losses_of
         self._backend = backend
         self._leaves = Leaves()
+        self._some_parameter: tuple[dict[str, Any], str] = {}, ""
         self._attempts: dict[Any, int] = {}
         self._is_given_up = self._is_full = False
         self.variants: dict[Any, Variant] = {}
@@ -83,14 +85,24 @@ class GraphSums:
         """`given`: the arguments of step(). Tensors on the host go where the model is."""
         leaves, structure, has_rows = self._leaves.flat(given, count)
         inputs = [leaf for leaf, is_one in zip(leaves, has_rows) if is_one]
-        home = next((parameter.device for module in self._modules for parameter in module.parameters()), torch.device("cpu"))
+        home = self._home()
         if home.type != "cpu":
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Batch(leaves, structure, has_rows, count, self.rows, inputs)
 
+    def _home(self) -> torch.device:
+        """Where the model is."""
+        members, name = self._some_parameter
+        if members.get(name) is None:
+            everyone = all_modules(self._modules)
+            found = ((module._parameters, name) for module in everyone for name, parameter in module._parameters.items() if parameter is not None)
+            members, name = self._some_parameter = next(found, ({}, ""))
+        parameter = members.get(name)
+        return torch.device("cpu") if parameter is None else parameter.device
+
     def remember(self, batch: Batch) -> None:
         """A step was made with this batch."""
-        self._leaves.remember(batch.leaves, batch.structure, batch.count)
+        self._leaves.remember(batch.structure, batch.has_rows)
 
     def due(self, batch: Batch) -> Variant | None:
         """The graph that this step is to be made by; None: by the tape. Eager steps verify the model now and then; then the graph is
@@ -98,14 +110,15 @@ class GraphSums:
         if self._is_given_up or not batch.count or not any(batch.has_rows):
             return None
         experience = experience_of(self._modules)
-        state = State.of(self._modules)
+        everyone = all_modules(self._modules)
+        state = State.of(self._modules, everyone)
         first, _ = batch.parts[0]
         signatures = tuple(map(signature_of, first))
         if None in signatures:
             odd = type(first[signatures.index(None)]).__name__
             self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
             return None
-        key = (str(batch.structure), signatures, batch.has_rows, state.signature, surroundings(self._modules), repr(self.clipping))
+        key = (self._leaves.name_of(batch.structure), signatures, batch.has_rows, state.signature, surroundings(everyone), repr(self.clipping))
         found = self.variants.get(key)
         if found is not None and not found.fits(state):
             found = None

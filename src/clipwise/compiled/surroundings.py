@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..inventory import all_modules
 from ..kept import own_attributes
-from ..numerics import rounds_to_tf32
+from ..numerics import tf32_in_use
 from ..weak import serial_of
 
-_PLAIN = (int, float, bool, str, type(None))
+_PLAIN = {int, float, bool, str, type(None)}
 _FEW = 64  # entries of a list that are looked at one by one
 
 
@@ -25,16 +24,15 @@ def signature_of(leaf: Any) -> Any:
     return (type(leaf), leaf) if type(leaf) in _PLAIN else None
 
 
-def surroundings(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Modules, their modes, hooks and numbers, the tensors they keep, autocast and TF32."""
+def surroundings(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Modules (all of them), their modes, hooks and numbers, the tensors they keep, autocast and TF32."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    found = [_of(module) for module in all_modules(modules)]
-    return tuple(found), *autocast, rounds_to_tf32(by_cudnn=False), rounds_to_tf32(by_cudnn=True)
+    return tuple(map(_of, modules)), *autocast, tf32_in_use()
 
 
 def _of(module: nn.Module) -> tuple[Any, ...]:
-    hooks = tuple(id(hook) for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values())
-    values = tuple((name, _value(value)) for name, value in own_attributes(module))
+    hooks = *map(id, module._forward_pre_hooks.values()), None, *map(id, module._forward_hooks.values())
+    values = tuple([(name, value if type(value) in _PLAIN else _value(value)) for name, value in own_attributes(module)])
     return serial_of(module), module.training, hooks, values
 
 

@@ -43,9 +43,10 @@ class State:
     tensors: list[Tensor]  # at each of them
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> State:
+    def of(cls, modules: Sequence[nn.Module], everyone: Sequence[nn.Module] | None = None) -> State:
+        """`everyone`: these and the modules below them, where they are known."""
         places, tensors = [], []
-        for module in all_modules(modules):
+        for module in all_modules(modules) if everyone is None else everyone:
             for members in (module._parameters, module._buffers):
                 for name, tensor in members.items():
                     if tensor is not None:
@@ -104,10 +105,11 @@ class State:
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph, the names of the sums it returns, and whether it draws random numbers."""
+    """A graph, the names of the parameters whose sums it returns and their places in its state, and whether it draws random numbers."""
 
     graph: GraphModule
     names: list[str]
+    places: list[int]
     is_random: bool
 
     def is_same_as(self, other: Traced) -> bool:
@@ -123,6 +125,7 @@ def trace(
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     count = len(state.distinct)
     names: list[str] = []
+    owners: list[int] = []
 
     def clipped_sums(*inputs: Tensor) -> list[Tensor]:
         stand_ins = [
@@ -145,6 +148,8 @@ def trace(
                 weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
                 sums = gradients.weighted_sums(weights)
         names[:] = sums
+        number_of, key_of = {id(one): number for number, one in enumerate(stand_ins)}, {name: key for key, name in tape.marks.names.items()}
+        owners[:] = [number_of[key_of[name]] for name in names]
         return [*sums.values(), mean_weights(weights), finite]
 
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
@@ -161,7 +166,7 @@ def trace(
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Traced(graph, names, any(_is_random(node) for node in graph.graph.nodes))
+    return Traced(graph, names, owners, any(_is_random(node) for node in graph.graph.nodes))
 
 
 def _constants(graph: GraphModule) -> list[Tensor]:

@@ -29,6 +29,7 @@ _KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # wh
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
 _FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does …
 _FUSED_TYPES = {torch.float32, torch.bfloat16, torch.float16}  # … with parameters of these types
+_NUMBERS = {int, float, bool, type(None)}
 _MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
 _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
 
@@ -125,7 +126,12 @@ class RecordedUpdate:
         return (
             type(optimizer) in _KNOWN
             and not wrapped
-            and all(_is_on_host(value) for group in optimizer.param_groups for name, value in group.items() if name not in self._moving)
+            and all(
+                _is_on_host(value)
+                for group in optimizer.param_groups
+                for name, value in group.items()
+                if type(value) not in _NUMBERS and name not in self._moving
+            )
             and len(hooks) == 1
             and not everywhere
             and len(devices) == 1
@@ -188,9 +194,15 @@ class RecordedUpdate:
 
     def _key(self, held: list[Tensor]) -> tuple[Any, ...]:
         """What the graph took for granted: numbers of the optimizer, and where its tensors lie."""
-        groups = self._optimizer.param_groups
-        numbers = [(name, _number(value)) for group in groups for name, value in group.items() if name not in self._moving]
-        return str((numbers, [len(group["params"]) for group in groups])), tuple((id(tensor), tensor.data_ptr()) for tensor in held)
+        groups, moving = self._optimizer.param_groups, self._moving
+        numbers = [
+            (name, value if type(value) in _NUMBERS else _number(value))
+            for group in groups
+            for name, value in group.items()
+            if name not in moving
+        ]
+        sizes = [len(group["params"]) for group in groups]
+        return (*numbers, None, *sizes), (*map(id, held), *[tensor.data_ptr() for tensor in held])
 
     def _record(self, sums: Mapping[int, Tensor]) -> _Recorded | None:
         optimizer, parameters = self._optimizer, self._parameters
@@ -242,10 +254,10 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """As it reads now."""
+    """As it reads now, told from others by its type, too."""
     if isinstance(value, list | tuple):
-        return [_number(one) for one in value]
-    return value.tolist() if isinstance(value, Tensor) else value
+        return tuple([_number(one) for one in value])
+    return str(value.tolist() if isinstance(value, Tensor) else value)
 
 
 def _rate(group: dict[str, Any], is_fused: bool, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ class Variant:
 
     traced: Traced
     precision: torch.dtype  # the coarsest in which the graph computes
+    parameters: list[Tensor]  # that its sums are for
     _run: Run
     _state: list[Tensor]  # parameters and buffers when it was made
     _rows: int
@@ -39,7 +40,8 @@ class Variant:
             run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
             if device.type in DEVICES:
                 run = Recording(run, inputs, first=len(tensors), last=2)
-        return cls(traced, _coarsest(traced, device), run, tensors, len(batch_and_mask[-1]), device)
+        parameters = [tensors[place] for place in traced.places]
+        return cls(traced, _coarsest(traced, device), parameters, run, tensors, len(batch_and_mask[-1]), device)
 
     @property
     def names(self) -> list[str]:
@@ -52,6 +54,8 @@ class Variant:
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
         real, inverse_square = mask(count, self._rows, self._device), _number(bound**-2, self._device)
+        if isinstance(self._run, Recording):  # which computes nothing here
+            return list(self._run(*self._state, *batch, real, inverse_square))
         with without_autocast():
             return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
 
