@@ -639,7 +639,7 @@ def test_which_tensors_have_rows():
     leaves = Leaves()
     shared = torch.zeros(4, 2)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, True, False)
-    flat, structure, has_rows = leaves.flat((torch.zeros(5, 3), shared, 1.5), 5)
+    _, structure, has_rows = leaves.flat((torch.zeros(5, 3), shared, 1.5), 5)
     assert has_rows == (True, False, False)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, True, False)  # no step was made with that
     leaves.remember(structure, has_rows)

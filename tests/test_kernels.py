@@ -117,7 +117,9 @@ def test_products_too_small_for_float32_are_not_forgotten():
     left[1], left[2, 0, 0] = 1.0, float("nan")
     squares, mass = gram_squares(left, right, 32)
     exact = torch.einsum("btp,btd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
-    assert exact[0] <= squares[0].sqrt() <= 1e-17 and (left[0].double().norm(dim=1) * right[0].double().norm(dim=1)).sum() <= mass[0] <= 1e-17
+    assert (
+        exact[0] <= squares[0].sqrt() <= 1e-17 and (left[0].double().norm(dim=1) * right[0].double().norm(dim=1)).sum() <= mass[0] <= 1e-17
+    )
     assert abs(squares[1].sqrt() / exact[1] - 1) < 1e-6 and squares[2].isnan() and mass[2].isnan()
 
 
@@ -140,7 +142,9 @@ def test_gradients_of_scales_and_shifts(shape, is_centred):
     scale, shift = normalized_sums(grad, x, 1e-5, is_centred)
     normalize = F.layer_norm if is_centred else F.rms_norm
     expected = (grad.double() * normalize(x.double(), shape[2:], eps=1e-5)).sum(1)
-    assert torch.allclose(scale.double(), expected, atol=1e-5 * shape[1]) and torch.allclose(shift.double(), grad.double().sum(1), atol=1e-5)
+    assert torch.allclose(scale.double(), expected, atol=1e-5 * shape[1]) and torch.allclose(
+        shift.double(), grad.double().sum(1), atol=1e-5
+    )
     views = normalized_sums(grad.mT.contiguous().mT, x.transpose(0, 1).contiguous().transpose(0, 1), 1e-5, is_centred)
     assert torch.equal(views, torch.stack([scale, shift]))
 
@@ -203,7 +207,9 @@ def test_a_step_draws_by_the_kernel(by_kernel, monkeypatch):
     values = torch.cat([(found * 4 - (0 if total is None else total)) / 2 for found, total in zip(draw(Reproducible(4), 0), sums)])
     assert len(set(values.tolist())) == len(values) and stats.kstest(values.detach().numpy(), "norm").pvalue > 1e-4
     assert all(map(torch.equal, draw(Reproducible(4), 0), draw(Reproducible(4), 0)))
-    assert not torch.equal(draw(Reproducible(4), 0)[1], draw(Reproducible(4), 1)[1]) and not torch.equal(draw(Fast(), 0)[1], draw(Fast(), 0)[1])
+    assert not torch.equal(draw(Reproducible(4), 0)[1], draw(Reproducible(4), 1)[1]) and not torch.equal(
+        draw(Fast(), 0)[1], draw(Fast(), 0)[1]
+    )
     if by_kernel:
         exact = plain_normals(Reproducible(4).seed("noise 0", 0), len(values))
         assert torch.allclose(values.double(), exact, atol=1e-6)

@@ -139,5 +139,5 @@ class Tap(torch.autograd.Function):
 
 def tapped(output: Tensor, anchor: Tensor, record: Record, kept: tuple[Tensor, ...] | Deposit) -> Tensor:
     """Tap.apply, past what torch looks for where a transform of torch.func may be on: such uses were refused before."""
-    found: Tensor = super(torch.autograd.Function, Tap).apply(output, anchor, record, kept)  # type: ignore[misc]
+    found: Tensor = super(torch.autograd.Function, Tap).apply(output, anchor, record, kept)
     return found

@@ -61,7 +61,9 @@ class Updates:
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
-        everyone = (parameter for module in all_modules(self._modules) for parameter in module._parameters.values() if parameter is not None)
+        everyone = (
+            parameter for module in all_modules(self._modules) for parameter in module._parameters.values() if parameter is not None
+        )
         return list({id(parameter): parameter for parameter in everyone if parameter.requires_grad}.values())
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

@@ -50,7 +50,11 @@ class Leaves:
         else:
             leaves, structure = pytree.tree_flatten(batch)
         name = self.name_of(structure)
-        return leaves, structure, tuple([_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)])
+        return (
+            leaves,
+            structure,
+            tuple([_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)]),
+        )
 
     def name_of(self, structure: Any) -> str:
         """By which structures are told apart."""

@@ -95,7 +95,9 @@ class GraphSums:
         members, name = self._some_parameter
         if members.get(name) is None:
             everyone = all_modules(self._modules)
-            found = ((module._parameters, name) for module in everyone for name, parameter in module._parameters.items() if parameter is not None)
+            found = (
+                (module._parameters, name) for module in everyone for name, parameter in module._parameters.items() if parameter is not None
+            )
             members, name = self._some_parameter = next(found, ({}, ""))
         parameter = members.get(name)
         return torch.device("cpu") if parameter is None else parameter.device
@@ -118,7 +120,14 @@ class GraphSums:
             odd = type(first[signatures.index(None)]).__name__
             self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
             return None
-        key = (self._leaves.name_of(batch.structure), signatures, batch.has_rows, state.signature, surroundings(everyone), repr(self.clipping))
+        key = (
+            self._leaves.name_of(batch.structure),
+            signatures,
+            batch.has_rows,
+            state.signature,
+            surroundings(everyone),
+            repr(self.clipping),
+        )
         found = self.variants.get(key)
         if found is not None and not found.fits(state):
             found = None

@@ -211,7 +211,9 @@ class RecordedUpdate:
         source = _Registered(self._updates.draws(self._number), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
         fused = [self._is_fused(group) for group in optimizer.param_groups]
-        rates = [_rate(group, one, device) for group, one in zip(optimizer.param_groups, fused)] if type(optimizer) in _RATE_AS_TENSOR else None
+        rates = (
+            [_rate(group, one, device) for group, one in zip(optimizer.param_groups, fused)] if type(optimizer) in _RATE_AS_TENSOR else None
+        )
 
         def run() -> None:
             gradients = self._updates.noised_sums(self._number, sums, deviation, source, 0, apart=False)

@@ -31,7 +31,9 @@ def _products(side, firsts, seconds, terms, width, term, column, TILE: tl.conste
     for start in range(0, width, STEP):
         at = start + tl.arange(0, STEP)
         a = tl.load(side + firsts[:, None] * term + at[None, :] * column, mask=(firsts < terms)[:, None] & (at < width)[None, :], other=0.0)
-        b = tl.load(side + at[:, None] * column + seconds[None, :] * term, mask=(at < width)[:, None] & (seconds < terms)[None, :], other=0.0)
+        b = tl.load(
+            side + at[:, None] * column + seconds[None, :] * term, mask=(at < width)[:, None] & (seconds < terms)[None, :], other=0.0
+        )
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 

@@ -33,10 +33,12 @@ def _segment_squares(  # type: ignore[no-untyped-def]
         number = tl.cumsum(begins.to(tl.int32), axis=0)  # of the id: 0 is the one that is carried on
         at = tl.load(order + example * terms + term, mask=inside, other=0)
         found = tl.load(
-            rows + example * rows_example + at[:, None] * rows_term + column[None, :], mask=inside[:, None] & (column < width)[None, :], other=0.0
+            rows + example * rows_example + at[:, None] * rows_term + column[None, :],
+            mask=inside[:, None] & (column < width)[None, :],
+            other=0.0,
         ).to(tl.float32)
         last = tl.max(number, axis=0)
-        for segment in range(0, last):  # these are complete
+        for segment in range(last):  # these are complete
             whole = carried + tl.sum(tl.where((number == segment)[:, None], found, 0.0), axis=0)
             total += whole.to(tl.float64) * whole.to(tl.float64)
             carried = tl.zeros((COLUMNS,), dtype=tl.float32)
