@@ -1,6 +1,8 @@
 """private.compile: the numbers, refusals and ledger of the eager loop, by a graph."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.data import TensorDataset
 import clipwise as cw
 from clipwise.compiled.agreement import agree
 from clipwise.compiled.rows import Leaves, default_rows, made_up, part_of
+from clipwise.compiled.sums import GraphSums
 from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
@@ -645,6 +648,18 @@ def test_which_tensors_have_rows():
     leaves.remember(structure, has_rows)
     assert leaves.flat((torch.zeros(4, 3), shared, 1.5), 4)[2] == (True, False, False)  # its length was no number of rows
     assert Leaves().flat((torch.zeros(4, 3), cw.constant(torch.zeros(4))), 4)[2] == (True, False)
+
+
+def test_a_batch_goes_where_the_model_is_now():
+    """Also after a layer was replaced, which is kept by nobody."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    graphs = GraphSums(model, lambda model, x: model(x), cw.flat(1.0), rows=4, backend="eager")
+    assert graphs.batch((torch.zeros(4, 4),), 4).leaves[0].device.type == "cpu"
+    old = weakref.ref(model[0].weight)
+    model[0] = nn.Linear(4, 4)
+    model.to("meta")
+    gc.collect()
+    assert graphs.batch((torch.zeros(4, 4),), 4).leaves[0].device.type == "meta" and old() is None
 
 
 def test_parts_are_filled_up():

@@ -1,12 +1,15 @@
 """One conformance suite for every kind of factor, and the sums and inner products between kinds."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import clipwise as cw
 from clipwise.factors import (
     Convolution,
     Dense,
@@ -28,6 +31,7 @@ from clipwise.factors import (
 from clipwise.factors import sums as sums_module
 from clipwise.factors import ways as ways_module
 from clipwise.factors.placed import Region, Storage, are_disjoint
+from clipwise.gradients import ExampleGradients
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
 from clipwise.numerics import squared_norms
 from clipwise.planner import MemoryBudget, choose_way, may_keep
@@ -275,6 +279,31 @@ def test_norms_with_and_without_a_drift_are_finished_together():
     expected = [2 * value**2, rounded, value.abs(), value.abs() + 4 * mass**2, 4 * rounded, (value.abs() + mass / 2) ** 2]
     for found, wanted, alone in zip(finish(measured), expected, measured):
         assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.finished(), wanted, rtol=1e-14)
+
+
+def test_products_beyond_all_bounds_are_not_finite_rather_than_zero(monkeypatch):
+    """−∞ under a sum of products is no rounding error."""
+    monkeypatch.setattr(sums_module, "inner", lambda a, b: torch.tensor([-math.inf, math.inf, math.nan, -1e-9, 4.0]).double())
+    total = FactorSum([Outer(torch.ones(5, 2, 3), torch.ones(5, 2, 3))])
+    found = total.measured_by("gram").now()
+    assert found.isfinite().tolist() == [False, False, False, True, True] and found[4] >= 4
+
+
+def test_gradients_of_two_precisions_are_weighed_in_the_wider(monkeypatch):
+    """A product in float32 and a gradient in float64 of one weight, written out."""
+    model = nn.Linear(3, 5, bias=False)
+    with cw.capture(model) as tape:
+        model(torch.randn(4, 2, 3))
+    gradients = ExampleGradients(tape, 4, torch.device("cpu"))
+    left, right, dense = torch.randn(4, 2, 5), torch.randn(4, 2, 3), torch.randn(4, 5, 3).double()
+    gradients.add_factor(model.weight, Outer(left, right))
+    gradients.add_factor(model.weight, Dense(dense))
+    gradients.finish()
+    assert list(gradients.squares_on_host()) == ["weight"] and gradients.ways() == {"weight": "keep"}
+    weights = torch.rand(4).double()
+    found = gradients.weighted_sums({"weight": weights}, clean=True)["weight"]
+    exact = torch.einsum("b,bij->ij", weights, dense + torch.einsum("btp,btd->bpd", left.double(), right.double()))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_norms_are_finished_on_the_host_whatever_the_default_device():

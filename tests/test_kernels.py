@@ -15,6 +15,7 @@ if torch.cuda.is_available():
 import clipwise as cw
 from clipwise import kernels, noise, numerics
 from clipwise.compiled.trace import State, trace
+from clipwise.factors import FactorSum, Outer
 from clipwise.kernels.convolution import convolution_gradients
 from clipwise.kernels.gram import gram_squares
 from clipwise.kernels.noise import noised, plain_normals
@@ -121,6 +122,19 @@ def test_products_too_small_for_float32_are_not_forgotten():
         exact[0] <= squares[0].sqrt() <= 1e-17 and (left[0].double().norm(dim=1) * right[0].double().norm(dim=1)).sum() <= mass[0] <= 1e-17
     )
     assert abs(squares[1].sqrt() / exact[1] - 1) < 1e-6 and squares[2].isnan() and mass[2].isnan()
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_large_terms_that_point_against_each_other_are_not_forgotten(tile):
+    """Their products fit float32, twice their product does not; and what does not fit is not finite, never zero."""
+    one, others = math.sqrt(0.9 * 3.4e38), math.sqrt(0.6 * 3.4e38) / tile
+    left, right = torch.zeros(1, 2 * tile, 64), torch.zeros(1, 2 * tile, 64)
+    left[0, 0], right[0, 0] = (one / 64) ** 0.5, (one / 64) ** 0.5
+    left[0, tile:], right[0, tile:] = -((others / 64) ** 0.5), (others / 64) ** 0.5
+    exact = torch.einsum("btp,btd->bpd", left.double(), right.double()).flatten(1).norm(dim=1)
+    found = FactorSum([Outer(left, right)]).measured_by(f"gram kernel of {tile}").now().sqrt()
+    assert (found >= exact).all() and (found <= 1.01 * exact).all()
+    assert not gram_squares(1e10 * left, 1e10 * right, tile)[0].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(3, 70, 5, 9), (2, 33, 70, 4), (1, 1, 1, 1), (2, 40, 3, 1000), (2, 64, 8, 1)], ids=str)

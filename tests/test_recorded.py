@@ -99,6 +99,40 @@ def test_a_graph_takes_one_kernel_where_torch_may_choose(name, recordings, monke
     assert all(group["fused"] == (True if name == "as asked" else None) for group in optimizer.param_groups)  # as it was
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
+def test_what_torch_would_choose_it_still_may(name, recordings, monkeypatch):
+    """Where no fused kernel is taken nothing is said about it: fused=False would keep torch from its kernels for several tensors."""
+    seen, kind = [], type(OPTIMIZERS[name]([torch.zeros(1, requires_grad=True)]))
+    step = kind.step
+    monkeypatch.setattr(
+        kind, "step", lambda self, *args: (seen.append({group["fused"] for group in self.param_groups}), step(self, *args))[1]
+    )
+    assert_same(OPTIMIZERS[name])  # in float64
+    assert seen and all(fused == {None} for fused in seen)
+
+
+def test_parameters_in_bf16_are_updated_as_eagerly(recordings, monkeypatch):
+    """A fused kernel rounds once where others round several times."""
+    monkeypatch.setattr(torch, "_fused_adam_", None)
+    x = examples(RECORDS, 4).bfloat16()
+    losses_of = lambda model, x, y: nn.functional.cross_entropy(model(x).float(), y, reduction="none")
+    train(built(MLP).bfloat16(), x, optimizer=OPTIMIZERS["adam"], losses_of=losses_of)
+
+
+def test_a_recording_that_is_made_again_does_not_see_the_callers_autocast(monkeypatch):
+    """Weights that have moved are noticed when the step is called, inside whatever block the caller is in."""
+    seen = []
+    recorded = object.__new__(recording.Recording)
+    recorded._first, recorded._last, recorded._places, recorded._inputs, recorded._steady = 1, 1, [0], [torch.zeros(2)], []
+    recorded._replay, recorded._outputs = (lambda: None), []
+    monkeypatch.setattr(
+        recording.Recording, "_record", lambda self, inputs: seen.append((torch.is_autocast_enabled("cpu"), inputs[0].requires_grad))
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        recorded(torch.zeros(2, requires_grad=True))
+    assert seen == [(False, False)]
+
+
 def test_several_rounds_and_several_optimizers(recordings):
     assert_same(OPTIMIZERS["adam"], rows=5)
     assert len(recordings) == 1

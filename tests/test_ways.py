@@ -1,5 +1,7 @@
 """Ways that are timed: once for each shape, whatever is chosen gives the same norms and sums."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -164,6 +166,22 @@ def test_the_fastest_way_is_taken_and_tried_once_for_a_shape(fastest, timed):
     assert len(runs) == 6  # batches of up to eight, and of up to 32
     FactorSum([Outer(examples(6, 7, 3), examples(6, 7, 4))]).measure(MemoryBudget())
     assert len(runs) == 9
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_without_room_a_kernel_is_tried_before_it_is_believed(fault, interpreted, monkeypatch):
+    monkeypatch.undo()
+    for module in (trials, kernels):
+        monkeypatch.setattr(module, "DEVICES", {"cpu"})
+    monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
+    monkeypatch.setattr(ways_module, "GRAM_TILES", ())
+    monkeypatch.setattr(ways_module, "OUTER_TILES", (32,))
+    if fault:
+        monkeypatch.setattr(Outer, "by_kernel", lambda self, tile, keep=False: (torch.ones(2, dtype=torch.float64), None))
+    total = FactorSum([Outer(torch.randn(2, 40, 20), torch.randn(2, 40, 24))])
+    with pytest.warns(UserWarning, match="other norms") if fault else contextlib.nullcontext():
+        total.measure(MemoryBudget(left=0))
+    assert total.way == ("tiles" if fault else "kernel of 32") and (total.seconds is None) == fault
 
 
 def test_what_is_written_out_for_a_moment_needs_room_too(timed):

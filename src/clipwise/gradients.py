@@ -258,8 +258,8 @@ class ExampleGradients:
         sums: dict[int, Tensor] = {}
         alike: dict[int, tuple[Tensor, list[int], list[Tensor]]] = {}  # by what they are weighed with
         for key, total in self._sums.items():
-            exact = prepared(names[key], total.dtype, total.device)
             rows = total.written if clean and not is_tracing() and isinstance(total, FactorSum) else None
+            exact = prepared(names[key], total.dtype if rows is None else rows.dtype, total.device)
             if rows is None:
                 sums[key] = total.weighted_sum(exact, clean=clean)
             else:

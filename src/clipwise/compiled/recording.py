@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..numerics import without_autocast
+
 DEVICES = {"cuda"}  # where graphs can be recorded
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
 
@@ -53,7 +55,8 @@ class Recording:
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         if [tensor.data_ptr() for tensor in inputs[: self._first]] != self._places:
-            self._record(inputs)
+            with without_autocast():  # which precision each operation has was decided when it was traced
+                self._record([tensor.detach() for tensor in inputs])
         for mine, given in zip(self._inputs[self._first : self._last], inputs[self._first : self._last]):
             mine.copy_(given, non_blocking=True)
         for place, (mine, given) in enumerate(zip(self._inputs[self._last :], inputs[self._last :])):

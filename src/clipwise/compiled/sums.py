@@ -46,6 +46,7 @@ class Batch:
     count: int
     rows: int  # of a part
     inputs: list[Tensor]  # those with one row an example, as they were given
+    modules: list[nn.Module]  # of the model, as they are in this step
 
     @property
     def arguments(self) -> Any:
@@ -76,7 +77,6 @@ class GraphSums:
         self._losses_of = losses_of
         self._backend = backend
         self._leaves = Leaves()
-        self._some_parameter: tuple[dict[str, Any], str] = {}, ""
         self._attempts: dict[Any, int] = {}
         self._is_given_up = self._is_full = False
         self.variants: dict[Any, Variant] = {}
@@ -85,22 +85,12 @@ class GraphSums:
         """`given`: the arguments of step(). Tensors on the host go where the model is."""
         leaves, structure, has_rows = self._leaves.flat(given, count)
         inputs = [leaf for leaf, is_one in zip(leaves, has_rows) if is_one]
-        home = self._home()
+        everyone = all_modules(self._modules)
+        parameters = (parameter for module in everyone for parameter in module._parameters.values() if parameter is not None)
+        home = next((parameter.device for parameter in parameters), torch.device("cpu"))
         if home.type != "cpu":
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Batch(leaves, structure, has_rows, count, self.rows, inputs)
-
-    def _home(self) -> torch.device:
-        """Where the model is."""
-        members, name = self._some_parameter
-        if members.get(name) is None:
-            everyone = all_modules(self._modules)
-            found = (
-                (module._parameters, name) for module in everyone for name, parameter in module._parameters.items() if parameter is not None
-            )
-            members, name = self._some_parameter = next(found, ({}, ""))
-        parameter = members.get(name)
-        return torch.device("cpu") if parameter is None else parameter.device
+        return Batch(leaves, structure, has_rows, count, self.rows, inputs, everyone)
 
     def remember(self, batch: Batch) -> None:
         """A step was made with this batch."""
@@ -112,8 +102,7 @@ class GraphSums:
         if self._is_given_up or not batch.count or not any(batch.has_rows):
             return None
         experience = experience_of(self._modules)
-        everyone = all_modules(self._modules)
-        state = State.of(self._modules, everyone)
+        state = State.of(self._modules, batch.modules)
         first, _ = batch.parts[0]
         signatures = tuple(map(signature_of, first))
         if None in signatures:
@@ -125,7 +114,7 @@ class GraphSums:
             signatures,
             batch.has_rows,
             state.signature,
-            surroundings(everyone),
+            surroundings(batch.modules),
             repr(self.clipping),
         )
         found = self.variants.get(key)

@@ -27,8 +27,7 @@ from .recording import DEVICES, captured
 
 _KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
-_FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does …
-_FUSED_TYPES = {torch.float32, torch.bfloat16, torch.float16}  # … with parameters of these types
+_FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does
 _NUMBERS = {int, float, bool, type(None)}
 _MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
 _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
@@ -157,12 +156,12 @@ class RecordedUpdate:
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether a graph updates these parameters by one kernel: as asked for, or where torch has the choice (eagerly it takes several).
 
-        That kernel reads the learning rate in float32.
+        That kernel reads the learning rate in float32, and rounds once where several round to bf16 each.
         """
         chosen = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
         numbers = all(isinstance(beta, float) for beta in group.get("betas", ()))
-        types = {parameter.dtype for parameter in group["params"]}
-        return bool(group.get("fused")) or (type(self._optimizer) in _FUSED and chosen and numbers and types <= _FUSED_TYPES)
+        alike = all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in group["params"])
+        return bool(group.get("fused")) or (type(self._optimizer) in _FUSED and chosen and numbers and alike)
 
     def _steps_to_host(self) -> None:
         """No graph will count them any more."""
@@ -280,8 +279,8 @@ def _for_a_graph(optimizer: Optimizer, rates: list[Tensor] | None, fused: list[b
                 group["capturable"] = True
             if rates is not None:
                 group["lr"] = rates[number]
-            if "fused" in group:
-                group["fused"] = fused[number]
+            if fused[number]:
+                group["fused"] = True
         yield
     finally:
         for group, values in zip(optimizer.param_groups, before):

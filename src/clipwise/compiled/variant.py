@@ -54,7 +54,7 @@ class Variant:
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
         real, inverse_square = mask(count, self._rows, self._device), _number(bound**-2, self._device)
-        if isinstance(self._run, Recording):  # which computes nothing here
+        if isinstance(self._run, Recording):  # which reads nothing but where they lie
             return list(self._run(*self._state, *batch, real, inverse_square))
         with without_autocast():
             return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))

@@ -64,7 +64,7 @@ def inner_roundoff(factors: list[Factor]) -> float:
     """
     lengths = [factor.widths if isinstance(factor, Outer | Convolution) else factor.shape[1:].numel() for factor in factors]
     stored = {factor.stored_dtype for factor in factors}
-    if stored == {torch.bfloat16}:
+    if torch.bfloat16 in stored:
         return _TENSOR_CORES * (max(lengths) + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
     wide = unit_roundoff(wider_dtype(torch.empty((), dtype=factors[0].dtype, device="meta")))
     return (max(lengths) + 2) * wide

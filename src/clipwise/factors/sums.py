@@ -124,9 +124,12 @@ class FactorSum:
     def _by_gram_kernel(self, tile: int) -> Squares:
         [factor] = self.factors
         assert isinstance(factor, Outer | Convolution)
-        squares, self._mass = (factor.as_outer() if isinstance(factor, Convolution) else factor).by_gram_kernel(tile)
-        measured = Squares(squares, mass=self._mass, mass_factor=gram_kernel_roundoff(factor), is_square=True)
-        return self._as_added(measured, self._rounded())
+        off = gram_kernel_roundoff(factor)
+        if isinstance(factor, Convolution):  # libraries may add otherwise than window by window: what they round has the mass of all
+            squares, mass = factor.as_outer().by_gram_kernel(tile)
+            return self._as_added(known(squares + mass.square() * off), self._rounded())
+        squares, self._mass = factor.by_gram_kernel(tile)
+        return self._as_added(Squares(squares, mass=self._mass, mass_factor=off, is_square=True), self._rounded())
 
     def measures(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> list[Squares]:
         """Squared norms that add up to that of the whole: here one."""
@@ -219,7 +222,8 @@ class FactorSum:
             total += inner(a, a)
             for b in self.factors[i + 1 :]:
                 total += 2 * inner(a, b)
-        return Squares(total.clamp(min=0), mass=self.mass(), mass_factor=inner_roundoff(self.factors), is_square=True)
+        total = total.clamp(min=0).masked_fill(~total.isfinite(), math.inf)  # −∞ is no rounding
+        return Squares(total, mass=self.mass(), mass_factor=inner_roundoff(self.factors), is_square=True)
 
 
 def _joined(factors: list[Factor]) -> list[Factor]:

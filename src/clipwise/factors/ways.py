@@ -59,8 +59,9 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
             names.append("gram")
         names += _kernels(total, keep, budget)
-        names = [name for name in names if not name.startswith("tiles") or budget.has(_tile_bytes(total))] or names
-        rule = next((name for name in names if name.startswith(rule)), names[0])
+        plain = [name for name in names if "kernel" not in name]  # nothing else is believed untried
+        names = [name for name in names if not name.startswith("tiles") or budget.has(_tile_bytes(total))] or plain
+        rule = next((name for name in plain if name.startswith(rule)), plain[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
         budget.take(total.batch * numel * element_size)
@@ -83,7 +84,8 @@ def _kernels(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
     [single, *others] = total.factors
     if others or not isinstance(single, Outer | Convolution) or not are_available(single.device, single.stored_dtype):
         return []
-    grams = [f"gram kernel of {tile}" for tile in GRAM_TILES] if has_gram_kernel(single) else []
+    sizes = GRAM_TILES if single.stored_dtype == torch.bfloat16 else GRAM_TILES[:1]  # float32 takes no tensor cores, and long to compile
+    grams = [f"gram kernel of {tile}" for tile in sizes] if has_gram_kernel(single) else []
     if isinstance(single, Convolution):
         names = [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
         return names + (grams if budget.has(single.windows_bytes) else [])

@@ -4,7 +4,8 @@ A program forms the products of one tile of terms with another, on or above the 
 programs found is added up in float64, in a fixed order. On the diagonal lie the norms of the terms, so their sum comes for nothing.
 
 Float32 has no room for products below 2⁻¹²⁶: a sum of p of them may miss p·2⁻¹²⁶ ≤ ε_p². What this can take away from a norm is
-added to it, and to the mass: ε_p·Σ‖right_t‖ + ε_d·Σ‖left_t‖ + T·2⁻⁶³, some 10⁻¹⁵ for numbers as they come.
+added to it, and to the mass: ε_p·Σ‖right_t‖ + ε_d·Σ‖left_t‖ + T·2⁻⁶³, some 10⁻¹⁵ for numbers as they come. Nor has it room for products
+beyond 2¹²⁸: an example whose terms pass 10¹⁹ counts as not finite.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..tracing import is_tracing
 
 _STEP = 64  # columns that are multiplied at once
 _AT_ONCE = 32  # numbers of programs that are added at once
-_ROUNDED_UP = 1.001  # sums of some thousand products in float32, and their roots
+_ROUNDED_UP = 1.001  # roots in float32, and their sums
 
 
 @triton.jit
@@ -48,10 +49,11 @@ def _gram(  # type: ignore[no-untyped-def]
     second = tl.where(second * (second + 1) // 2 > pair, second - 1, second)
     second = tl.where((second + 1) * (second + 2) // 2 <= pair, second + 1, second)
     first = pair - second * (second + 1) // 2
-    firsts, seconds = first * TILE + tl.arange(0, TILE), second * TILE + tl.arange(0, TILE)
+    firsts = (first * TILE + tl.arange(0, TILE)).to(tl.int64)
+    seconds = (second * TILE + tl.arange(0, TILE)).to(tl.int64)
     lefts = _products(left + row * left_row, firsts, seconds, terms, p, left_term, left_column, TILE, STEP)
     rights = _products(right + row * right_row, firsts, seconds, terms, d, right_term, right_column, TILE, STEP)
-    total = tl.sum(tl.sum(lefts * rights, axis=1), axis=0)
+    total = tl.sum(tl.sum(lefts * rights, axis=1), axis=0).to(tl.float64)  # may double where a float32 may not
     tl.store(inner_out + row * pairs + pair, tl.where(first == second, total, 2 * total))
     if first == second:
         diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
@@ -82,7 +84,8 @@ def _add_up(  # type: ignore[no-untyped-def]
     left = _total(lefts + row * tiles, tiles, AT_ONCE)
     right = _total(rights + row * tiles, tiles, AT_ONCE)
     lost = (missed_left * right + missed_right * left + missed) * rounded_up
-    tl.store(found_out + row, tl.where(square < 0, 0.0, square) + lost * lost)
+    is_rounding = (square < 0) & (square > -1e300)  # −∞ is no rounding, but products too large for float32
+    tl.store(found_out + row, tl.where(is_rounding, 0.0, square) + lost * lost)
     tl.store(found_out + examples + row, mass * rounded_up + lost)
 
 
@@ -96,17 +99,18 @@ def _run(left: Tensor, right: Tensor, tile: int) -> Tensor:
     d = right.shape[-1]
     tiles = triton.cdiv(terms, tile)
     pairs = tiles * (tiles + 1) // 2
-    inner = left.new_empty(examples * pairs, dtype=torch.float32)
+    inner = left.new_empty(examples * pairs, dtype=torch.float64)
     masses, lefts, rights = left.new_empty(3, examples * tiles, dtype=torch.float32)
     found = left.new_empty(2, examples, dtype=torch.float64)
     arguments: tuple[Any, ...] = (
         left, right, inner, masses, lefts, rights, terms, p, d, tiles, pairs, *left.stride(), *right.stride(),
     )  # fmt: skip
     missed = [math.sqrt(width) * 2.0**-63 for width in (p, d)]
+    rounded_up = _ROUNDED_UP + 4 * max(p, d) * 2.0**-24
     with torch.cuda.device_of(left):
         _gram[(examples * pairs,)](*arguments, TILE=tile, STEP=_STEP, num_warps=8 if tile > 64 else 4)
         _add_up[(examples,)](
-            inner, masses, lefts, rights, found, tiles, pairs, examples, *missed, terms * 2.0**-63, _ROUNDED_UP, AT_ONCE=_AT_ONCE
+            inner, masses, lefts, rights, found, tiles, pairs, examples, *missed, terms * 2.0**-63, rounded_up, AT_ONCE=_AT_ONCE
         )
     return found
 

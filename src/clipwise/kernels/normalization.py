@@ -26,7 +26,7 @@ def _sums(  # type: ignore[no-untyped-def]
     scale = tl.zeros((WIDTH,), dtype=tl.float32)
     shift = tl.zeros((WIDTH,), dtype=tl.float32)
     for number in range(TERMS):
-        term = part * TERMS + number
+        term = (part * TERMS + number).to(tl.int64)
         inside = column < tl.where(term < terms, width, 0)
         numbers = tl.load(x + row * x_row + term * x_term + column, mask=inside, other=0.0).to(tl.float32)
         if IS_CENTRED:

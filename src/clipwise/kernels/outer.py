@@ -34,12 +34,13 @@ def _outer_squares(  # type: ignore[no-untyped-def]
     tiles = tl.cdiv(d, TILE)
     each = tl.cdiv(p, TILE) * tiles
     row, tile = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
-    lefts, rights = (tile // tiles) * TILE + tl.arange(0, TILE), (tile % tiles) * TILE + tl.arange(0, TILE)
+    lefts = ((tile // tiles) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    rights = ((tile % tiles) * TILE + tl.arange(0, TILE)).to(tl.int64)
     left += row * left_row
     right += row * right_row
     acc = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, terms, STEP):
-        at = start + tl.arange(0, STEP)
+        at = (start + tl.arange(0, STEP)).to(tl.int64)
         inside = at < terms
         a = tl.load(left + lefts[:, None] * left_column + at[None, :] * left_term, mask=(lefts < p)[:, None] & inside[None, :], other=0.0)
         b = tl.load(

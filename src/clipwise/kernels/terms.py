@@ -31,7 +31,7 @@ def _masses(  # type: ignore[no-untyped-def]
     TERMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    at = part * TERMS + tl.arange(0, TERMS)
+    at = (part * TERMS + tl.arange(0, TERMS)).to(tl.int64)
     lefts = _norms(left + row * left_row, at, terms, p, left_term, left_column, TERMS, COLUMNS)
     rights = _norms(right + row * right_row, at, terms, d, right_term, right_column, TERMS, COLUMNS)
     tl.store(masses_out + tl.program_id(0), tl.sum(lefts * rights, axis=0))

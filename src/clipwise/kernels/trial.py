@@ -14,6 +14,7 @@ _SEED = 0x1234567890ABCDEF
 def agrees_with_torch(device: torch.device) -> str | None:
     """None, or what is wrong. The numbers are nobody's, and no generator is asked for them."""
     try:
+        from .gram import gram_squares
         from .noise import noised, plain_normals
         from .normalization import normalized_sums
         from .rows import row_squares
@@ -32,11 +33,14 @@ def agrees_with_torch(device: torch.device) -> str | None:
             places = torch.zeros_like(ids).scatter_(1, order, ids)[..., None].expand_as(exact_terms)
             summed = exact_terms.new_zeros(_ROWS, 41, _WIDTH).scatter_add_(1, places, exact_terms)
             normal = plain_normals(_SEED, exact.numel()).to(device)
+            exactly = terms.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+            written = torch.einsum("bti,btj->bij", exact_terms, exact_terms).square().sum((1, 2))
             found = [  # what a kernel finds, what torch does, and how far they may be apart
                 (row_squares(rows), exact.square().sum(1), 0),
                 (scaled_rows(rows, weights, torch.float32), exact * wide, 0),
                 (kept_rows(rows, weights), exact * (wide != 0), 0),
                 (weighted_row_sum(rows, weights), (exact * wide).sum(0), 0),
+                (gram_squares(exactly, exactly, 64)[0], written, 1e-5 * float(written.max())),
                 (masses(terms, terms), exact_terms.square().sum((1, 2)), 1e-6),
                 (normalized_sums(terms, terms, 1e-5, True)[0], (exact_terms * F.layer_norm(exact_terms, (_WIDTH,))).sum(1), 0.1),
                 (normalized_sums(terms, terms, 1e-5, True)[1], exact_terms.sum(1), 0),
