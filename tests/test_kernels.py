@@ -79,7 +79,7 @@ def test_norms_of_rows_neither_overflow_nor_vanish(monkeypatch):
     assert not found[2:4].isfinite().any()
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (9, 300), (20, 2500)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 1), (9, 300), (20, 1100)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_times_weights_and_their_sum(shape, dtype):
     rows, weights = torch.randn(shape).to(dtype), torch.rand(shape[0])
@@ -186,7 +186,7 @@ def test_normalisation_by_a_kernel_gives_the_gradients_of_plain_operations(kind,
 
 def test_noise_is_that_of_its_twin():
     """A seed of 63 bits, a length that fills no block, sums in two precisions, rounded once."""
-    seed, count = 2**62 + 12345, 40_001
+    seed, count = 2**62 + 12345, 5001
     number = lambda value: torch.tensor(value, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):
         sums = torch.randn(count, dtype=dtype)
@@ -201,7 +201,7 @@ def test_the_twin_draws_gaussians():
     """The first words of Philox for counter and key zero are published (Random123, kat_vectors); moments, tails, and no number tells another."""
     high, low = (((a >> 5) * 2**26 + (b >> 6)) * 2.0**-53 for a, b in ((0x6627E8D5, 0xE169C58D), (0xBC57AC4C, 0x9B00DBD8)))
     assert abs(float(plain_normals(0, 1)) - math.sqrt(-2 * math.log1p(-high)) * math.cos(2 * math.pi * low)) < 1e-14
-    count = 2_000_000
+    count = 1_000_000
     one, other = plain_normals(2**40 + 7, count), plain_normals(2**40 + 6, count)
     assert 2 * stats.norm.sf(abs(float(one.sum())) / count**0.5) > 1e-4 and stats.kstest(one[:200_000].numpy(), "norm").pvalue > 1e-4
     for a, b in ((one[:-1], one[1:]), (one[:-512], one[512:]), (one, other), (one.square() - 1, other.square() - 1)):
