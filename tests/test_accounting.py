@@ -4,7 +4,7 @@ import math
 import warnings
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
@@ -14,6 +14,7 @@ from clipwise.mechanism import RELATIONS, Mechanism, default_cap
 
 warnings.filterwarnings("ignore", "delta .* is not below")
 STEPS = 14063  # 60 epochs of 60 000 records, 256 at a time
+HALF = settings(max_examples=settings.default.max_examples // 2)  # each takes seconds
 
 
 def mechanism(sampler="poisson", *, size=60_000, batch=256, z=1.1, relation=None, cap=None):
@@ -151,6 +152,7 @@ def test_a_begun_pass_counts_whole():
     assert shuffled.budget(1).epsilon == shuffled.budget(235).epsilon < shuffled.budget(236).epsilon
 
 
+@HALF
 @given(
     z=st.floats(0.6, 4.0), batch=st.integers(1, 200), steps=st.integers(1, 3000), delta=st.sampled_from([1e-4, 1e-5, 1e-6]),
     sampler=st.sampled_from(["poisson", "truncated_poisson", "shuffle"]),
@@ -168,6 +170,7 @@ def test_monotone(z, batch, steps, delta, sampler):
         assert here <= of(batch=2 * batch) * slack
 
 
+@HALF
 @given(
     target=st.floats(0.3, 10.0), batch=st.sampled_from([16, 256, 2000]), epochs=st.integers(1, 20), sampler=st.sampled_from(list(RELATIONS))
 )
