@@ -50,9 +50,8 @@ def recorded(model: nn.Module, case: Case) -> Step | None:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    unnoticed = mock.patch.object(
-        torch.cuda, "is_current_stream_capturing", lambda: False
-    )  # Hugging Face takes slower attention where it sees one
+    # Hugging Face takes slower attention where it sees that a graph is recorded.
+    unnoticed = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch.cuda.graph(graph), unnoticed:
         step()
 

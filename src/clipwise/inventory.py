@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -46,6 +46,11 @@ def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
         below = walk.below(root)
         assert below is not None
     return [("", root), *below]
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Those that these modules hold themselves; a tied one as often as it is held."""
+    return (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
 
 
 def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

@@ -32,7 +32,7 @@ def noised(
             total = torch.cat(flat) if len(flat) > 1 else flat[0]
             draw = _purpose(purpose, number), step
             if _is_drawn_by_kernel(first, sum(sizes)) and isinstance(randomness, Seeded):
-                noisy = _by_kernel(total, deviation, divisor, randomness.seed_on(first.device, *draw), first.dtype)
+                noisy = _by_kernel(total, deviation / divisor, 1 / divisor, randomness.seed(*draw), first.dtype)
             else:
                 normals = randomness.gaussians(sum(sizes), *draw, first.device).mul_(deviation / divisor)
                 noisy = normals.add_(total, alpha=1 / divisor).to(first.dtype)
@@ -54,13 +54,14 @@ def _is_drawn_by_kernel(parameter: Tensor, count: int) -> bool:
     return count < _MOST_BY_KERNEL and are_available(parameter.device, parameter.dtype)
 
 
-def _by_kernel(total: Tensor, deviation: float | Tensor, divisor: float, seed: Tensor, dtype: torch.dtype) -> Tensor:
+def _by_kernel(total: Tensor, deviation: float | Tensor, scale: float, seed: int | Tensor, dtype: torch.dtype) -> Tensor:
     from .kernels.noise import noised as by_kernel
 
-    scale = torch.full((), 1 / divisor, dtype=torch.float64, device=total.device)
-    scaled = deviation / divisor
-    wide = scaled if isinstance(scaled, Tensor) else torch.full((), scaled, dtype=torch.float64, device=total.device)
-    return by_kernel(total, seed, scale, wide, dtype)
+    def there(number: float | Tensor, kind: torch.dtype) -> Tensor:
+        """Where the sums lie: what a graph will change lies there already."""
+        return number if isinstance(number, Tensor) else torch.full((), number, dtype=kind, device=total.device)
+
+    return by_kernel(total, there(seed, torch.int64), there(scale, torch.float64), there(deviation, torch.float64), dtype)
 
 
 def draws(parameters: Sequence[Tensor], purpose: str) -> list[tuple[str, bool]]:

@@ -1,6 +1,7 @@
 """Small numerical pieces that every factor shares: which precision to add in, and norms that neither overflow nor vanish."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,9 +114,10 @@ def flat_rows(rows: Tensor) -> Tensor:
     return rows.reshape(rows.shape[0], -1) if rows.numel() else rows.unsqueeze(-1).flatten(1)
 
 
-def is_worth_a_kernel(tensor: Tensor) -> bool:
+def is_worth_a_kernel(tensor: Tensor, *, eagerly_beyond: float | None = None) -> bool:
     """Whether a kernel of our own reads these numbers sooner than torch: in a graph it costs nothing to start."""
-    return tensor.numel() > (0 if is_tracing() else _WORTH_A_KERNEL) and are_available(tensor.device, tensor.dtype)
+    beyond = _WORTH_A_KERNEL if eagerly_beyond is None else eagerly_beyond
+    return tensor.numel() > (0 if is_tracing() else beyond) and are_available(tensor.device, tensor.dtype)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -183,8 +185,8 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
 
 def _is_for_a_kernel(rows: Tensor) -> bool:
-    """In a graph a kernel costs nothing to start, and saves the copies that guard against rows that are not finite."""
-    return is_tracing() and rows.numel() > 0 and are_available(rows.device, rows.dtype)
+    """In a graph alone: there a kernel saves the copies that guard against rows that are not finite."""
+    return is_worth_a_kernel(rows, eagerly_beyond=math.inf)
 
 
 def _scaled(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +210,7 @@ def scale_stored(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tenso
 
 def weighted_row_sum(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
     """Σ_i weights[i]·rows[i]; a row of weight zero adds nothing even where it holds NaN or Inf. rows: (B, n), weights: (B,) of one type"""
-    if rows.numel() > (0 if is_tracing() else _WORTH_STARTING_ONE) and are_available(rows.device, rows.dtype):
+    if is_worth_a_kernel(rows, eagerly_beyond=_WORTH_STARTING_ONE):
         from .kernels.scaling import weighted_row_sum as by_kernel
 
         return by_kernel(rows, weights)

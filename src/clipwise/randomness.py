@@ -42,9 +42,9 @@ class Randomness(Protocol):
 
 @runtime_checkable
 class Seeded(Protocol):
-    """Of which a number of 63 bits on a device is enough: a kernel draws from it there."""
+    """Of which a number of 63 bits is enough: a kernel draws from it. A graph reads it from a tensor."""
 
-    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor: ...
+    def seed(self, purpose: str, step: int) -> int | Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class Fast:
     def seed(self, purpose: str, step: int) -> int:
         """For a generator on a GPU, which uses all of it."""
         return secrets.randbits(63)
-
-    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
-        return torch.full((), self.seed(purpose, step), device=device)
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return fresh_generator(device)
@@ -110,9 +107,6 @@ class Reproducible:
     def seed(self, purpose: str, step: int) -> int:
         digest = hashlib.sha256(f"{self.number} {purpose} {step}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
-
-    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
-        return torch.full((), self.seed(purpose, step), device=device)
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed(self.seed(purpose, step))

@@ -14,7 +14,7 @@ from .adaptive import Adaptive
 from .clipping import Clipping
 from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
-from .inventory import all_modules, named_modules
+from .inventory import all_modules, named_modules, parameters_of
 from .noise import draws, noised
 from .pending import Pending
 from .plan import PrivacyPlan
@@ -61,9 +61,7 @@ class Updates:
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
-        everyone = (
-            parameter for module in all_modules(self._modules) for parameter in module._parameters.values() if parameter is not None
-        )
+        everyone = parameters_of(all_modules(self._modules))
         return list({id(parameter): parameter for parameter in everyone if parameter.requires_grad}.values())
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

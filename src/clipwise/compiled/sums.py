@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..clipping import Clipping
 from ..counts import check_count
 from ..experience import experience_of
-from ..inventory import all_modules
+from ..inventory import all_modules, parameters_of
 from ..methods import Clipped
 from ..release import clip
 from ..tape import as_modules, capture
@@ -86,8 +86,7 @@ class GraphSums:
         leaves, structure, has_rows = self._leaves.flat(given, count)
         inputs = [leaf for leaf, is_one in zip(leaves, has_rows) if is_one]
         everyone = all_modules(self._modules)
-        parameters = (parameter for module in everyone for parameter in module._parameters.values() if parameter is not None)
-        home = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        home = next((parameter.device for parameter in parameters_of(everyone)), torch.device("cpu"))
         if home.type != "cpu":
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Batch(leaves, structure, has_rows, count, self.rows, inputs, everyone)

@@ -49,7 +49,7 @@ class _Registered:
         for purpose, generator in self.generators.items():
             generator.manual_seed(randomness.seed(purpose, step))
 
-    def seed_on(self, device: torch.device, purpose: str, step: int) -> Tensor:
+    def seed(self, purpose: str, step: int) -> Tensor:
         return self._seeds[purpose]
 
     def generator(self, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:

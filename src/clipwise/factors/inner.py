@@ -65,15 +65,19 @@ def inner_roundoff(factors: list[Factor]) -> float:
     lengths = [factor.widths if isinstance(factor, Outer | Convolution) else factor.shape[1:].numel() for factor in factors]
     stored = {factor.stored_dtype for factor in factors}
     if torch.bfloat16 in stored:
-        return _TENSOR_CORES * (max(lengths) + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
+        return _added_in_float32(max(lengths), torch.bfloat16)
     wide = unit_roundoff(wider_dtype(torch.empty((), dtype=factors[0].dtype, device="meta")))
     return (max(lengths) + 2) * wide
 
 
 def gram_kernel_roundoff(factor: Outer | Convolution) -> float:
     """The same for the kernel, which adds in float32, on tensor cores or not."""
-    cores = _TENSOR_CORES if factor.stored_dtype == torch.bfloat16 else 1
-    return cores * (factor.widths + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
+    return _added_in_float32(factor.widths, factor.stored_dtype)
+
+
+def _added_in_float32(length: int, stored: torch.dtype) -> float:
+    """For so many products of two such numbers."""
+    return (_TENSOR_CORES if stored == torch.bfloat16 else 1) * (length + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
 
 
 def _outer_outer(a: Outer, b: Outer) -> Tensor:

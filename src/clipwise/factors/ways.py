@@ -60,7 +60,8 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
             names.append("gram")
         names += _kernels(total, keep, budget)
         plain = [name for name in names if "kernel" not in name]  # nothing else is believed untried
-        names = [name for name in names if not name.startswith("tiles") or budget.has(_tile_bytes(total))] or plain
+        if not budget.has(_tile_bytes(total)):
+            names = [name for name in names if not name.startswith("tiles")] or plain
         rule = next((name for name in plain if name.startswith(rule)), plain[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):

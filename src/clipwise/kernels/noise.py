@@ -45,7 +45,7 @@ def _noised(sums, seed, scale, deviation, turn, noised_out, count, BLOCK: tl.con
 def noised(sums: Tensor, seed: Tensor, scale: Tensor, deviation: Tensor, dtype: torch.dtype) -> Tensor:
     """scale·sums + deviation·N(0, I). sums: (n,), seed: () int64, scale and deviation: () float64, all on one device → (n,) of `dtype`
 
-    A pair takes one of 2³² counters, so n may be 2³³.
+    Pairs are numbered by 31 bits, so n may be 2³².
     """
     found = torch.empty(sums.shape, dtype=dtype, device=sums.device)
     turn = torch.full((), 2 * math.pi, dtype=torch.float64, device=sums.device)  # a number in the code of a kernel has 24 bits
