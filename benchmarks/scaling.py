@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import clipwise as cw
+from cases import DEVICE, losses_of
 from clipwise.machine import machine
 from clipwise.plots import new_figure, save_figure
 from flops import Transformer
 from report import write_results
-from wall_clock import DEVICE, losses_of
 
 VERIFIED = 4  # steps before one that is counted: none of the next three is verified
 TIMED = 3

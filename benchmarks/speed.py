@@ -22,10 +22,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from cases import CASES, DEVICE, Case, losses_of
 from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_step
 from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
-from wall_clock import CASES, DEVICE, Case, losses_of
 
 WARM_UP = 17  # a graph is there after six; steps 16, 32 … verify the model, so that the next fourteen are like most
 AT_ONCE = 5  # steps between two looks at the clock
