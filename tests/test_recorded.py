@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import clipwise as cw
+from clipwise import tracing
 from clipwise.compiled import recording, update, variant
 from helpers import examples
 from test_compiled import RECORDS, begun, built, plan_for, train
@@ -38,9 +39,7 @@ def recordings(monkeypatch):
         made.append(list(generators))
         return run
 
-    monkeypatch.setattr(recording, "DEVICES", recording.DEVICES | {"cpu"})
-    for module in (update, variant):
-        monkeypatch.setattr(module, "DEVICES", recording.DEVICES)
+    monkeypatch.setattr(tracing, "DEVICES", {"cpu"})
     monkeypatch.setattr(variant, "Recording", FixedOutputs)
     monkeypatch.setattr(update, "captured", captured)
     for name in ("adam", "rmsprop"):

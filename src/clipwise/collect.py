@@ -58,24 +58,25 @@ def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleG
 
 def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
     """One backward pass to the taps. Where the way to the losses is not known, others come before it."""
-    way = _way(tape, losses)
-    known = _known_layouts(tape, losses, way)
+    way = way_to(tape, losses)
+    known = known_layouts(tape, losses, way)
     if tape.experience.is_time_to_look_again() or known is None:
         nodes = check_coverage(losses, tape.marks)
         with repeatable_kernels():
             first = listen(tape, losses)
-            _check_heard(tape, losses, [heard.record for heard in first])
+            check_heard(tape, losses, [heard.record for heard in first])
             return verified_gradients(tape, losses, first, way, nodes, keep_graph)
     gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
-    _check_heard(tape, losses, heard)
+    check_heard(tape, losses, heard)
     return gradients
 
 
-def _way(tape: Tape, losses: Tensor) -> int:
+def way_to(tape: Tape, losses: Tensor) -> int:
+    """A number for how the losses were computed."""
     return hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
 
 
-def _known_layouts(tape: Tape, losses: Tensor, way: int) -> dict[int, Layout] | None:
+def known_layouts(tape: Tape, losses: Tensor, way: int) -> dict[int, Layout] | None:
     """Where the examples lie at each tap, if that was verified for all of them."""
     known = tape.experience.layouts.get(way, {})
     fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
@@ -85,7 +86,7 @@ def _known_layouts(tape: Tape, losses: Tensor, way: int) -> dict[int, Layout] | 
 def collect_for_graph(tape: Tape, losses: Tensor) -> ExampleGradients:
     """The gradients of every example while they are traced: by layouts that eager steps have verified, or not at all."""
     check_losses(tape, losses)
-    known = _known_layouts(tape, losses, _way(tape, losses))
+    known = known_layouts(tape, losses, way_to(tape, losses))
     if known is None or not tape.created:
         raise NotTraceable(
             "where the examples lie in this model could only be measured, batch by batch, or its forward pass takes another way when it is traced."
@@ -94,7 +95,7 @@ def collect_for_graph(tape: Tape, losses: Tensor) -> ExampleGradients:
     return gradients
 
 
-def _check_heard(tape: Tape, losses: Tensor, heard: list[Record]) -> None:
+def check_heard(tape: Tape, losses: Tensor, heard: list[Record]) -> None:
     tape.check_unspent(losses, heard)
     if not heard:
         check_coverage(losses, tape.marks)  # names a use that the tape did not see, if there is one

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ class Experience:
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # who uses a parameter
     ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification
     ways_in_graphs: Decisions = field(default_factory=Decisions)
+    tails: dict[Hashable, Any] = field(default_factory=dict)  # recordings of eager steps (compiled/tails.py)
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def is_time_to_look_again(self) -> bool:

@@ -16,6 +16,7 @@ from .tape import Tape
 from .taps import Record
 from .tracing import is_tracing, tracing
 
+Arrival = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap, the gradient that reached it, what it kept
 Placement = Callable[[Record], Layout | Table | None]  # where the examples lie at a tap; None: its gradient is zero
 
 
@@ -36,7 +37,7 @@ def evaluate(
     Unless `keep_graph`, the pass frees what the forward pass kept as it goes: what one tap's factor holds on to takes its place.
     """
     gradients = ExampleGradients(tape, len(losses), losses.device, is_known=known, is_last=known and not keep_graph)
-    waiting: list[tuple[Record, Tensor, tuple[Tensor, ...]]] = []
+    waiting: list[Arrival] = []
     heard: list[Record] = []
 
     def add(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
@@ -75,3 +76,10 @@ def listen(tape: Tape, losses: Tensor) -> list[Heard]:
 
     tape.backward(losses, torch.ones_like(losses), receive, retain_graph=True)
     return heard
+
+
+def arrivals_at(tape: Tape, losses: Tensor) -> list[Arrival]:
+    """What reaches every tap, in a pass that frees the graph as it goes. The way to the losses is known."""
+    found: list[Arrival] = []
+    tape.backward(losses, torch.ones_like(losses), lambda *arrival: found.append(arrival), retain_graph=False, known=True)
+    return found

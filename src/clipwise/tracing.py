@@ -12,6 +12,10 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
+DEVICES = {"cuda"}  # where work can be recorded as a graph and replayed
+
 
 class NotTraceable(Exception):
     """Why something cannot become a graph. Eager code takes its place."""
@@ -22,6 +26,10 @@ _tracing: ContextVar[bool] = ContextVar("clipwise_tracing", default=False)
 
 def is_tracing() -> bool:
     return _tracing.get()
+
+
+def can_be_recorded(device: torch.device) -> bool:
+    return device.type in DEVICES
 
 
 def outside_graphs() -> AbstractContextManager[Any]:

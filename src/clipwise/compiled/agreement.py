@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
+
+from ..numerics import rounds_to_tf32, unit_roundoff
 
 # Relative to the most that the examples could add up to. Two orders of the same sums differ by far less; what the test is for, a
 # number baked into the graph that has changed since, moves a gradient by per cents. In bf16 only coarse differences can be told.
@@ -17,3 +20,17 @@ def agree(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype, most: 
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5
     size = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
     return difference <= _TOLERANCE[precision] * max(size, 1e-3 * most)
+
+
+def coarsest(graph: GraphModule, device: torch.device) -> torch.dtype:
+    """The coarsest precision in which a graph computes. TF32 has the digits of float16."""
+    found = {torch.float64}
+    by_cudnn = any("convolution" in str(node.target) or "cudnn" in str(node.target) for node in graph.graph.nodes)
+    if device.type == "cuda" and rounds_to_tf32(by_cudnn=by_cudnn):
+        found.add(torch.float16)
+    for node in graph.graph.nodes:
+        value = node.meta.get("val", node.meta.get("tensor_meta"))
+        dtype = getattr(value, "dtype", None)
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found.add(dtype)
+    return max(found, key=unit_roundoff)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..numerics import without_autocast
 
-DEVICES = {"cuda"}  # where graphs can be recorded
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
 
 
@@ -24,6 +23,18 @@ def captured(run: Callable[[], None], generators: Sequence[torch.Generator] = ()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
+    """run(*inputs) to be replayed over whatever lies in these inputs, and the tensors in which it leaves its results."""
+    outputs: list[Tensor] = []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            run(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    return captured(lambda: outputs.extend(run(*inputs))), outputs
 
 
 class Recording:
@@ -42,16 +53,7 @@ class Recording:
         self._inputs = [*inputs[: self._first], *(tensor.clone() for tensor in inputs[self._first :])]
         self._steady = list(inputs[self._last :])
         self._places = [tensor.data_ptr() for tensor in inputs[: self._first]]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                self._run(*self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._replay = captured(self._note_outputs)
-
-    def _note_outputs(self) -> None:
-        self._outputs = list(self._run(*self._inputs))
+        self._replay, self._outputs = recorded(self._run, self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         if [tensor.data_ptr() for tensor in inputs[: self._first]] != self._places:

@@ -25,10 +25,11 @@ from ..again import random_states_kept
 from ..clipping import Clipping
 from ..collect import collect_for_graph
 from ..declared import is_declared_constant
+from ..gradients import ExampleGradients
 from ..inventory import all_modules
-from ..methods.base import mean_weights
+from ..methods.base import Clipped, mean_weights
 from ..numerics import without_autocast
-from ..tape import capture
+from ..tape import Tape, capture
 from ..tracing import NotTraceable, tracing
 
 Losses = Callable[..., Tensor]
@@ -140,24 +141,40 @@ def trace(
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
                 raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
             with tape.pause(), without_autocast():
-                gradients = collect_for_graph(tape, losses)
-                found = gradients.squared_norms()
-                squares = dict(zip(found, (torch.stack(list(found.values())) * inputs[-1]).unbind(0)))
-                gradients.forget_terms()
-                real = torch.where(inputs[-2], losses.detach().double(), float("nan"))  # a row that is not real counts for nothing
-                weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
-                sums = gradients.weighted_sums(weights)
-        names[:] = sums
+                found = masked_sums(collect_for_graph(tape, losses), tape, losses.detach(), clipping, inputs[-2], inputs[-1])
+        names[:] = found.sums
         number_of, key_of = {id(one): number for number, one in enumerate(stand_ins)}, {name: key for key, name in tape.marks.names.items()}
         owners[:] = [number_of[key_of[name]] for name in names]
-        return [*sums.values(), mean_weights(weights), finite]
+        return [*found.sums.values(), found.weights, found.finite]
 
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
     tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
     inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
+    graph = graph_of(clipped_sums, inputs)
+    return Traced(graph, names, owners, any(_is_random(node) for node in graph.graph.nodes))
+
+
+def masked_sums(
+    gradients: ExampleGradients, tape: Tape, losses: Tensor, clipping: Clipping, mask: Tensor, inverse_square: Tensor | None = None
+) -> Clipped:  # fmt: skip
+    """What an eager step computes from its factors, in a graph: nothing is fetched, and a row that is not real counts for nothing.
+
+    `inverse_square`: norms are measured in units of C, this is 1/C².
+    """
+    squares = gradients.squared_norms()
+    if inverse_square is not None:
+        squares = dict(zip(squares, (torch.stack(list(squares.values())) * inverse_square).unbind(0)))
+    gradients.forget_terms()
+    real = torch.where(mask, losses.double(), float("nan"))
+    weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
+    return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
+
+
+def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
+    """`function` as it computes from these inputs. Raises NotTraceable, or whatever it raises."""
     versions = [tensor._version for tensor in inputs]
     with tracing():
-        graph = make_fx(clipped_sums, tracing_mode="real")(*inputs)
+        graph: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
     _check_constants(graph)
@@ -166,7 +183,7 @@ def trace(
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Traced(graph, names, owners, any(_is_random(node) for node in graph.graph.nodes))
+    return graph
 
 
 def _constants(graph: GraphModule) -> list[Tensor]:

@@ -21,9 +21,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from ..errors import in_one_line
 from ..randomness import Fast, Reproducible, gaussians_from
-from ..tracing import NotTraceable
+from ..tracing import NotTraceable, can_be_recorded
 from ..updates import Updates, updated_by
-from .recording import DEVICES, captured
+from .recording import captured
 
 _KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
@@ -134,7 +134,7 @@ class RecordedUpdate:
             and len(hooks) == 1
             and not everywhere
             and len(devices) == 1
-            and next(iter(devices)).type in DEVICES
+            and can_be_recorded(next(iter(devices)))
             and isinstance(self._updates.randomness, _ON_DEVICE)
         )
 

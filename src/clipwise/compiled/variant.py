@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import in_one_line
-from ..numerics import rounds_to_tf32, unit_roundoff, without_autocast
-from .recording import DEVICES, Recording
+from ..numerics import without_autocast
+from ..tracing import can_be_recorded
+from .agreement import coarsest
+from .recording import Recording
 from .rows import mask
 from .trace import State, Traced
 
@@ -38,10 +40,10 @@ class Variant:
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
             run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
-            if device.type in DEVICES:
+            if can_be_recorded(device):
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
-        return cls(traced, _coarsest(traced, device), parameters, run, tensors, len(batch_and_mask[-1]), device)
+        return cls(traced, coarsest(traced.graph, device), parameters, run, tensors, len(batch_and_mask[-1]), device)
 
     @property
     def names(self) -> list[str]:
@@ -83,17 +85,3 @@ def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
             return run(*tensors)
 
     return without_gradients
-
-
-def _coarsest(traced: Traced, device: torch.device) -> torch.dtype:
-    """TF32 has the digits of float16."""
-    found = {torch.float64}
-    by_cudnn = any("convolution" in str(node.target) or "cudnn" in str(node.target) for node in traced.graph.graph.nodes)
-    if device.type == "cuda" and rounds_to_tf32(by_cudnn=by_cudnn):
-        found.add(torch.float16)
-    for node in traced.graph.graph.nodes:
-        value = node.meta.get("val", node.meta.get("tensor_meta"))
-        dtype = getattr(value, "dtype", None)
-        if dtype in (torch.float32, torch.bfloat16, torch.float16):
-            found.add(dtype)
-    return max(found, key=unit_roundoff)

@@ -20,13 +20,17 @@ class Clipped:
     sums: dict[str, Tensor]
     weights: Tensor  # (B,), the mean over groups where there are several; may lie on the host
     finite: Tensor  # (B,), beside the weights
+    total: Tensor | None = None  # Σ ν_i·ℓ_i, where it is known already
 
     def value(self, losses: Tensor) -> Tensor:
         """Σ ν_i·ℓ_i over the examples whose gradient is finite."""
-        counted = losses.detach()
-        if not bool(self.finite.all()):
-            counted = torch.where(self.finite.to(losses.device), counted, 0.0)
-        return (self.weights.to(losses.device, losses.dtype) * counted).sum()
+        if self.total is not None:
+            return self.total
+        return value_of(self.weights.to(losses.device), self.finite.to(losses.device), losses.detach())
+
+
+def value_of(weights: Tensor, finite: Tensor, losses: Tensor) -> Tensor:
+    return (weights.to(losses.dtype) * torch.where(finite, losses, 0.0)).sum()
 
 
 Method = Callable[[Tape, Tensor, Clipping], Clipped]

@@ -1,0 +1,201 @@
+"""The tail of an eager step, recorded: from what reached the taps of a model to clipped sums, by one replay.
+
+    sums, weights, finite = tail(gradient and kept tensors of each tap, losses)
+
+Forward and backward pass are the caller's and run as they always do. What clipwise computes from them is the same in every step, up
+to how many examples there are; of a small model it is many kernels that take less time than their launching. What reached the taps is
+copied to where the graph reads it. A batch with fewer rows than the graph has leaves zeros behind it, and a mask says which rows count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..clipping import Clipping
+from ..gradients import ExampleGradients
+from ..layout import Layout
+from ..marks import Marks
+from ..methods.base import Clipped, value_of
+from ..numerics import without_autocast
+from ..passes import Arrival
+from ..structure import map_values
+from ..tape import Tape
+from ..taps import Slot
+from ..tracing import NotTraceable
+from .agreement import agree, coarsest
+from .recording import recorded
+from .rows import mask
+from .trace import graph_of, masked_sums
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The axis of a tensor along which the examples lie one after the other, and how many entries each has there."""
+
+    axis: int
+    each: int
+
+    def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        return tensor.narrow(self.axis, start * self.each, (stop - start) * self.each)
+
+    def shape(self, like: Tensor, count: int) -> list[int]:
+        return [count * self.each if axis == self.axis else length for axis, length in enumerate(like.shape)]
+
+
+def rows_of(layout: Layout, shape: torch.Size, batch: int) -> Rows | None:
+    """Where the examples of a tap with this layout can be cut off, and others put behind them."""
+    if not layout.axes:
+        return None
+    axis = layout.axes[-1 if layout.order == "strided" else 0]
+    length = shape[axis]
+    if layout.order == "strided":
+        return Rows(axis, 1) if length == batch else None
+    return Rows(axis, length // batch) if length % batch == 0 else None
+
+
+def essence(arrival: Arrival, marks: Marks) -> tuple[Any, ...]:
+    """What a recording takes for granted about a tap, besides the shapes of its tensors: the call, its weights and its numbers."""
+    record = arrival[0]
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return "slot", value.index, value.example
+        if isinstance(value, Tensor):
+            return marks.labels[id(value)], value.shape, value.dtype
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        raise NotTraceable(f"{type(value).__name__} among the arguments of a watched call may change unnoticed.")
+
+    if record.output is not None or not all(id(weight) in marks.parameters for weight in record.use.tracked):
+        raise NotTraceable("its weights are computed from others.")
+    args, kwargs = record.use.mapped(of)
+    return record.key, id(record.use.func), args, kwargs
+
+
+class Tail:
+    """One recording, for batches of at most `rows` examples; of exactly so many, where the examples of some tap cannot be told apart."""
+
+    def __init__(
+        self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping, rows: int
+    ):  # fmt: skip
+        batch = len(losses)
+        self._clipping = clipping
+        self._essences = [essence(arrival, tape.marks) for arrival in arrivals]
+        self._like = [(tensor.dtype, tensor.device) for tensor in _tensors(arrivals, losses)]
+        self._rows = [*(rows for arrival, layout in zip(arrivals, layouts) for rows in _each_tensor(arrival, layout, batch)), Rows(0, 1)]
+        self.can_be_filled_up = None not in self._rows
+        self.rows = rows if self.can_be_filled_up else batch
+        self._buffers = [
+            tensor.new_zeros(tensor.shape if place is None or place is _WHOLE else place.shape(tensor, self.rows))
+            for tensor, place in zip(_tensors(arrivals, losses), self._rows)
+        ]
+        self._mask = mask(self.rows, self.rows, losses.device).clone()
+        self._filled = 0  # rows that hold something
+        self._views: dict[int, list[Tensor]] = {}  # where a batch of so many rows is copied to
+        self._names: list[str] = []
+        self._fill(_tensors(arrivals, losses), batch)
+        with without_autocast():
+            graph = graph_of(self._function(tape, arrivals, layouts), [*self._buffers, self._mask])
+            self.precision = coarsest(graph, losses.device)
+            self._replay, self._outputs = recorded(graph, [*self._buffers, self._mask])
+
+    def _function(self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout]) -> Any:
+        sizes = [len(kept) for _, _, kept in arrivals]
+
+        def clipped_sums(*inputs: Tensor) -> list[Tensor]:
+            *tensors, losses, real = inputs
+            gradients = ExampleGradients(tape, self.rows, losses.device, is_known=True, is_last=True)
+            with tape.pause():
+                for (record, _, _), layout, size in zip(arrivals, layouts, sizes):
+                    grad, *kept = tensors[: size + 1]
+                    del tensors[: size + 1]
+                    gradients.add(record, grad, tuple(kept), layout)
+                gradients.finish()
+                found = masked_sums(gradients, tape, losses, self._clipping, real)
+            self._names = list(found.sums)
+            value = value_of(found.weights, found.finite, losses).to(torch.float32)
+            return [*found.sums.values(), value, found.weights, found.finite]
+
+        return clipped_sums
+
+    def fits(self, arrivals: Sequence[Arrival], losses: Tensor, marks: Marks) -> bool:
+        """Whether these are the taps that were recorded, and have room."""
+        count, given = len(losses), _tensors(arrivals, losses)
+        if count > self.rows or (count < self.rows and not self.can_be_filled_up) or len(given) != len(self._like):
+            return False
+        views = self._where(count)
+        return all(
+            tensor.shape == view.shape and like == (tensor.dtype, tensor.device) for tensor, view, like in zip(given, views, self._like)
+        ) and self._essences == [essence(arrival, marks) for arrival in arrivals]
+
+    def __call__(self, arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
+        """Clipped sums of what `fits`, in tensors of their own."""
+        count = len(losses)
+        self._fill(_tensors(arrivals, losses), count)
+        self._replay()
+        *sums, weights, finite = self._outputs
+        own = torch._foreach_add(sums, 0.0)
+        return Clipped(dict(zip(self._names, own)), weights[:count].clone(), finite[:count].clone(), own[-1].to(losses.dtype))
+
+    def is_right(self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, eagerly: Any) -> bool:
+        """Hold the recording against the eager computation on numbers that are nobody's: what is decided here must not depend on a record."""
+        dice = torch.Generator().manual_seed(0)
+
+        def made_up(tensor: Tensor) -> Tensor:
+            return torch.randn(tensor.shape, generator=dice).to(tensor) if tensor.is_floating_point() else tensor
+
+        others = [(record, made_up(grad), tuple(map(made_up, kept))) for record, grad, kept in arrivals]
+        found, expected = self(others, made_up(losses)), eagerly(others)
+        pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
+        return len(pairs) == len(expected.sums) and agree(pairs, self.precision, len(losses) * self._clipping.sensitivity)
+
+    def _where(self, count: int) -> list[Tensor]:
+        if count not in self._views:
+            self._views[count] = [
+                buffer if place is None or place is _WHOLE else place.part(buffer, 0, count)
+                for buffer, place in zip(self._buffers, self._rows)
+            ]
+        return self._views[count]
+
+    def _fill(self, tensors: Sequence[Tensor], count: int) -> None:
+        """Put a batch in place, and zeros where the one before it was longer."""
+        with torch.no_grad():
+            for dtype in dict.fromkeys(dtype for dtype, _ in self._like):  # kernels that copy many at once want one type
+                alike = [place for place, (mine, _) in enumerate(self._like) if mine == dtype]
+                torch._foreach_copy_([self._where(count)[place] for place in alike], [tensors[place].detach() for place in alike])
+            if count != self._filled:
+                for buffer, place in zip(self._buffers, self._rows) if count < self._filled else ():
+                    if place is not None and place is not _WHOLE:
+                        place.part(buffer, count, self._filled).zero_()
+                self._mask.copy_(mask(count, self.rows, self._mask.device))
+                self._filled = count
+
+
+_WHOLE = Rows(-1, 0)  # of a tensor that holds no examples
+
+
+def _tensors(arrivals: Sequence[Arrival], losses: Tensor) -> list[Tensor]:
+    return [*(tensor for _, grad, kept in arrivals for tensor in (grad, *kept)), losses]
+
+
+def _each_tensor(arrival: Arrival, layout: Layout, batch: int) -> list[Rows | None]:
+    """For the gradient of a tap and what it kept: where their examples lie; None: nobody knows."""
+    record, grad, kept = arrival
+    rows = rows_of(layout, grad.shape, batch)
+    examples: set[int] = set()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Slot) and value.example:
+            examples.add(value.index)
+        return value
+
+    map_values([record.use.args, list(record.use.kwargs.values())], note)
+    aligned = [all(axis < t.dim() and t.shape[axis] == grad.shape[axis] for axis in layout.axes) for t in kept]
+    return [rows, *((rows if fits else None) if place in examples else _WHOLE for place, fits in enumerate(aligned))]
