@@ -78,8 +78,10 @@ def peer_way(name: str) -> Way:
             return None
         try:
             own = for_opacus(model)
-            return make_step(name, own, torch.optim.Adam(own.parameters(), lr=1e-5), len(case.batch()[1]))
-        except Exception as error:  # it refuses a layer
+            step = make_step(name, own, torch.optim.Adam(own.parameters(), lr=1e-5), len(case.batch()[1]))
+            step(*(tensor.to(DEVICE) for tensor in case.batch()))
+            return step
+        except Exception as error:  # it refuses a layer, or raises in it
             print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0])
             return None
 
@@ -117,13 +119,7 @@ WAYS: dict[str, Way] = {
     "private, compiled": compiled_way("inductor"),
     **{name: peer_way(name) for name in OPACUS},
 }
-_EAGER = (ORDINARY, "private", *OPACUS)
 _COLOURS = ("#999999", "#444444", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#8B5A83")
-
-
-def without_pools(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """A graph has its memory from the beginning: what a replay adds says nothing about its peak."""
-    return {way: {key: n for key, n in row.items() if way in _EAGER or key != "memory_times_ordinary"} for way, row in rows.items()}
 
 
 def main() -> None:
@@ -133,7 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    path, cases = measure_cases("speed", options.cases, lambda case: without_pools(measure(case, ways, options.steps, WARM_UP, AT_ONCE)))
+    path, cases = measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE))
     draw(path.with_suffix(".png"), cases)
 
 

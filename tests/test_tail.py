@@ -1,7 +1,5 @@
 """The tail of an eager step as a recording: same numbers, whatever the batch. Graphs need a GPU (test_cuda.py); here a stand-in replays."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +7,10 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import tracing
-from clipwise.compiled import tail, tails
-from clipwise.experience import experience_of
+from clipwise.compiled import tail
 from clipwise.models import OverRows, Transformer, cnn, mlp
 from clipwise.release import clip
-from helpers import Net, examples
+from helpers import examples
 
 STEPS = 14  # known ways begin with the third step, and the sixth of them is recorded
 

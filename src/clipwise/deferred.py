@@ -14,19 +14,19 @@ from torch import Tensor
 from .coverage import graph_nodes
 from .guards import GUARDS
 from .marks import foreign_parameter
-from .program import leading_to
+from .program import ProgramCall
 from .registry import Use
 from .tape import Tape
 
 
-def check_deferred(tape: Tape, losses: Tensor) -> None:
-    """Refuse losses that depend on a parameter of no captured module, or on a function that mixes examples."""
+def check_deferred(tape: Tape, losses: Tensor, calls: list[ProgramCall]) -> None:
+    """Refuse losses that depend on a parameter of no captured module, or on a function that mixes examples. `calls`: those that lead to them."""
     if tape.marks.foreign:
         for node in graph_nodes(losses):
             variable: Any = getattr(node, "variable", None)
             if variable is not None and id(variable) in tape.marks.foreign:
                 raise foreign_parameter(variable)
-    for call in leading_to(list(tape.program), [losses]):
+    for call in calls:
         guard = GUARDS.get(call.func)
         if guard is not None:
             guard(Use(call.func, call.args, call.kwargs, []), tape.marks)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .taps import applied
+
 Listener = Callable[[Tensor, list[Tensor]], None]  # is told the gradient of the scalar, and what is about to be added to p.grad
 
 
@@ -16,7 +18,7 @@ def handed_out(value: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[st
     names = [name for name in sums if name in parameters]
     with torch._C.DisableTorchFunction():  # none of a tape's business
         totals = [sums[name].to(parameters[name].dtype) for name in names]
-    return _HandOut.apply(value, listener, len(names), *totals, *(parameters[name] for name in names))
+    return applied(_HandOut, value, listener, len(names), *totals, *(parameters[name] for name in names))
 
 
 def _scaled(sums: Sequence[Tensor], grad: Tensor) -> list[Tensor]:

@@ -18,7 +18,7 @@ from .handout import handed_out
 from .marks import EXAMPLE
 from .methods import Clipped
 from .pending import Handed, Pending
-from .program import leading_to
+from .program import ProgramCall, leading_to
 from .progress import Progress
 from .release import clip
 from .structure import every_tensor
@@ -50,9 +50,10 @@ class Intake:
             )
         self._progress.check_budget()
         check_losses(tape, losses)
-        check_deferred(tape, losses)
+        calls = leading_to(tape.program, [losses])
+        check_deferred(tape, losses, calls)
         self._check_due(len(losses))
-        rows = self._rows(tape, losses, inputs)
+        rows = self._rows(tape, losses, calls, inputs)
         counts = not self.draws.is_placeholder
         with self.block.asleep():
             clipped = clip(tape, losses, clipping, method) if counts else self._nothing(tape, losses)
@@ -86,16 +87,15 @@ class Intake:
             )
         self.draws.check_room(self.pending.entries, entries)
 
-    def _rows(self, tape: Tape, losses: Tensor, inputs: list[Footprint]) -> list[Footprint]:
+    def _rows(self, tape: Tape, losses: Tensor, calls: list[ProgramCall], inputs: list[Footprint]) -> list[Footprint]:
         """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw."""
-        calls = leading_to(list(tape.program), [losses])
-        tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
         draw = self.draws.current
         examples = [
             t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE
         ]
         rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
         if draw is not None:
+            tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
             self.draws.check_memory(set(storages(tensors)))
             rows += footprints(tensors, len(losses), draw.storages)
         check_new_rows(rows, [*self.pending.rows, *self._recent])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .kernels import are_available
+from .numerics import number_on
 from .randomness import Randomness, Seeded
 
 _MOST_BY_KERNEL = 2**31  # numbers from one seed
@@ -57,11 +58,12 @@ def _is_drawn_by_kernel(parameter: Tensor, count: int) -> bool:
 def _by_kernel(total: Tensor, deviation: float | Tensor, scale: float, seed: int | Tensor, dtype: torch.dtype) -> Tensor:
     from .kernels.noise import noised as by_kernel
 
-    def there(number: float | Tensor, kind: torch.dtype) -> Tensor:
+    def there(number: float | Tensor) -> Tensor:
         """Where the sums lie: what a graph will change lies there already."""
-        return number if isinstance(number, Tensor) else torch.full((), number, dtype=kind, device=total.device)
+        return number if isinstance(number, Tensor) else number_on(total.device, number)
 
-    return by_kernel(total, there(seed, torch.int64), there(scale, torch.float64), there(deviation, torch.float64), dtype)
+    seeded = seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=total.device)
+    return by_kernel(total, seeded, there(scale), there(deviation), dtype)
 
 
 def draws(parameters: Sequence[Tensor], purpose: str) -> list[tuple[str, bool]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import are_available
-from .tracing import is_tracing
+from .tracing import is_tracing, made_once
 
 _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
     torch.float64: 2.0**-53,
@@ -105,6 +105,12 @@ def tf32_in_use() -> tuple[bool, bool, bool]:
         backends.cudnn.conv.fp32_precision == "tf32",
         backends.cudnn.rnn.fp32_precision == "tf32",
     )
+
+
+@made_once
+def number_on(device: torch.device, value: float) -> Tensor:
+    """A number where kernels read it, in float64. Nobody writes to it."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def flat_rows(rows: Tensor) -> Tensor:

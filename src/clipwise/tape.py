@@ -274,7 +274,7 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
         if tape is not None and not tape.paused:
             tape.depth += 1
             entered.append((args, kwargs))
-            with tape.pause():
+            with torch._C.DisableTorchFunction():  # the tape would be asked about every attribute
                 tape.marks.enters(every_tensor([args, kwargs]))
                 tape.fixed.update({id(tensor): tensor for tensor in row_numbers([args, kwargs])})
 
@@ -285,7 +285,7 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
         tape.depth -= 1
         args, kwargs = entered.pop()
         if output is not None and not tape.depth:  # None: the call raised
-            with tape.pause():
+            with torch._C.DisableTorchFunction():
                 call = ProgramCall(module, args, kwargs, output)
                 nodes = [tensor.grad_fn for tensor in every_tensor(output)]
             tape.program.append(call)

@@ -7,12 +7,16 @@ made on the way may be kept for later. Where eager code saves work by looking at
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from functools import lru_cache
+from typing import Any, ParamSpec
 
 import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
 
 DEVICES = {"cuda"}  # where work can be recorded as a graph and replayed
 
@@ -30,6 +34,17 @@ def is_tracing() -> bool:
 
 def can_be_recorded(device: torch.device) -> bool:
     return device.type in DEVICES
+
+
+def made_once(make: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """A function whose last results are kept: constants to which nobody writes. What is made for a graph belongs to that graph."""
+    kept: Callable[_P, Tensor] = lru_cache(maxsize=64)(make)  # type: ignore[assignment]
+
+    def found(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        is_recording = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return (make if is_recording or is_tracing() else kept)(*args, **kwargs)
+
+    return found
 
 
 def outside_graphs() -> AbstractContextManager[Any]:

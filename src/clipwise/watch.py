@@ -22,7 +22,7 @@ from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import tensors_in
-from .taps import Deposit, Record, Slot, has_saving_hooks, tapped
+from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -255,7 +255,7 @@ class Watch(TorchFunctionMode):
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape
         tape.taps_of.update(tape.marks.keys_of(use.tracked))
-        return tapped(output, tape.anchor, record, kept if deposit is None else deposit)
+        return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
         """The call with a Slot for each tensor that the rule reads, and these tensors."""

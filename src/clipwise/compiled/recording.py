@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,15 +21,21 @@ def captured(run: Callable[[], None], generators: Sequence[torch.Generator] = ()
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=recording_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+@lru_cache
+def recording_stream(device: int) -> torch.cuda.Stream:
+    """Everything is tried out and recorded on one stream: libraries have room of their own for each (cuBLAS takes 32 MB)."""
+    return torch.cuda.Stream(device)
 
 
 def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
     """run(*inputs) to be replayed over whatever lies in these inputs, and the tensors in which it leaves its results."""
     outputs: list[Tensor] = []
-    stream = torch.cuda.Stream()
+    stream = recording_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP):

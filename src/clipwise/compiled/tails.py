@@ -72,11 +72,13 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped |
     check_heard(tape, losses, [record for record, _, _ in arrivals])
     layouts = [known[record.key] for record, _, _ in arrivals]
     with tape.pause():
-        if (kind.tail is None or not kind.tail.fits(arrivals, losses, tape.marks)) and kind.attempts < _ATTEMPTS:
+        fits = kind.tail is not None and kind.tail.fits(arrivals, losses, tape.marks)
+        if not fits and kind.attempts < _ATTEMPTS:
             kind.tail = _recorded(kind, tape, arrivals, layouts, losses, clipping)
-        if kind.tail is not None and kind.tail.fits(arrivals, losses, tape.marks):
-            return kind.tail(arrivals, losses.detach())
-        return _eagerly(tape, arrivals, layouts, losses, clipping)
+            fits = kind.tail is not None
+        return (
+            kind.tail(arrivals, losses.detach()) if kind.tail is not None and fits else _eagerly(tape, arrivals, layouts, losses, clipping)
+        )
 
 
 def _may_be_recorded(tape: Tape, losses: Tensor) -> bool:

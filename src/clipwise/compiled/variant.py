@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import in_one_line
-from ..numerics import without_autocast
+from ..numerics import number_on, without_autocast
 from ..tracing import can_be_recorded
 from .agreement import coarsest
 from .recording import Recording
@@ -55,16 +54,11 @@ class Variant:
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
-        real, inverse_square = mask(count, self._rows, self._device), _number(bound**-2, self._device)
+        real, inverse_square = mask(count, self._rows, self._device), number_on(self._device, bound**-2)
         if isinstance(self._run, Recording):  # which reads nothing but where they lie
             return list(self._run(*self._state, *batch, real, inverse_square))
         with without_autocast():
             return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
-
-
-@lru_cache(maxsize=16)
-def _number(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:

@@ -28,7 +28,7 @@ from ..functions import trait_of
 from ..marks import CONSTANT, TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
 from ..taps import Deposit, Keep, Record, Slot
-from ..tracing import is_tracing
+from ..tracing import is_tracing, made_once
 from .timeline import Packed, Padded, Timeline
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def recurrent(watch: Watch, use: Use) -> Any:
         for direction in range(directions):
             place = layer * directions + direction
             weights = Weights.of(list(tensors[place * each : (place + 1) * each]), biases)
-            start = [part[place : place + 1] for part in (hidden, memory) if part is not None]
+            start = [part if len(tensors) == each else part[place : place + 1] for part in (hidden, memory) if part is not None]
             output, *final = _Layer(watch, use.func, weights, timeline, reverse=direction == 1).run(x, start)
             outputs.append(output)
             finals.append(tuple(final))
         x = torch.cat(outputs, -1) if both else outputs[0]
         if dropout and training and layer < layers - 1:
             x = F.dropout(x, dropout)
-    return (x, *(torch.cat(parts) for parts in zip(*finals)))
+    return (x, *(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*finals)))
 
 
 class _Layer:
@@ -106,7 +106,7 @@ class _Layer:
         """The stock kernel on pre-activations, between a tap and the `Keep` that brings the tap what it needs."""
         watch, weights = self.watch, self.weights
         tracked = [w for w in (weights.w_hh, weights.b_hh, weights.w_hr) if w is not None and watch.tape.marks.kind(w) == TRACKED]
-        state = [part.to(u.dtype) for part in state]
+        state = [part if part.dtype == u.dtype else part.to(u.dtype) for part in state]
         if not tracked:
             return self._kernel(u, state)
         deposit = Deposit(self._prepare)
@@ -124,7 +124,7 @@ class _Layer:
         weights = self.weights
         with torch._C.DisableTorchFunction():
             w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
-            tensors = [torch.eye(u.shape[-1], dtype=u.dtype, device=u.device), w_hh.to(u.dtype)]
+            tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
             if weights.b_hh is not None:
                 tensors += [torch.zeros_like(weights.b_hh, dtype=u.dtype), weights.b_hh.to(u.dtype)]
             given = tuple(state) if self.kernel is torch.lstm else state[0]
@@ -149,6 +149,11 @@ class _Layer:
         bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
         reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
         return previous, reset, w_hh
+
+
+@made_once
+def _identity(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(width, dtype=dtype, device=device)
 
 
 def _cudnn(kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
