@@ -82,9 +82,9 @@ def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP
     Each way is made and warmed up by itself; what it then has at the peak of a step is its memory. Times are taken in turns. The clock
     is read after `at_once` steps: a training loop does not wait for the device after each of them.
     """
-    _let_libraries_take_room()
     first = case.build()
     x, y = (tensor.to(DEVICE) for tensor in case.batch())
+    _let_libraries_take_room(ways[ORDINARY](copy.deepcopy(first).to(DEVICE), case), x, y)
     runs: dict[str, Step] = {}
     bytes_of: dict[str, int] = {}
     for name, make in ways.items():
@@ -120,12 +120,12 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _let_libraries_take_room() -> None:
+def _let_libraries_take_room(run: Step | None, x: Tensor, y: Tensor) -> None:
     """cuBLAS keeps 32 MB for each stream, once: nobody is charged with that."""
-    if DEVICE == "cuda":
+    if DEVICE == "cuda" and run is not None:
         for stream in (torch.cuda.current_stream(), recording_stream(torch.cuda.current_device())):
             with torch.cuda.stream(stream):
-                torch.ones(8, 8, device=DEVICE) @ torch.ones(8, 8, device=DEVICE)
+                run(x, y)
         torch.cuda.synchronize()
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cases import CASES, DEVICE, Case, losses_of
+from clipwise.compiled.recording import recorded
 from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_step
 from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
@@ -31,7 +32,7 @@ WARM_UP = 17  # a graph is there after six; steps 16, 32 … verify the model, s
 AT_ONCE = 5  # steps between two looks at the clock
 
 
-def recorded(model: nn.Module, case: Case) -> Step | None:
+def ordinary_graph(model: nn.Module, case: Case) -> Step | None:
     """An ordinary step as a CUDA graph: what graphs alone are worth."""
     if DEVICE != "cuda":
         return None
@@ -43,22 +44,15 @@ def recorded(model: nn.Module, case: Case) -> Step | None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     # Hugging Face takes slower attention where it sees that a graph is recorded.
     unnoticed = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with torch.cuda.graph(graph), unnoticed:
-        step()
+    with unnoticed:
+        replay_graph, _ = recorded(lambda *_: step() or [], [x, y])
 
     def replay(new_x: Tensor, new_y: Tensor, keep: Any = (model, optimizer)) -> None:  # the graph reads their memory
         x.copy_(new_x)
         y.copy_(new_y)
-        graph.replay()
+        replay_graph()
 
     return replay
 
@@ -113,7 +107,7 @@ def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
 
 WAYS: dict[str, Way] = {
     ORDINARY: plain_way("non-private"),
-    "ordinary, graph": recorded,
+    "ordinary, graph": ordinary_graph,
     "private": private_way(),
     "private, traced": compiled_way("eager"),
     "private, compiled": compiled_way("inductor"),

@@ -418,3 +418,36 @@ def test_the_norm_of_a_head_tied_to_its_embedding_in_bf16(compiled_kernels):
     for way in ("gram", "tiles"):
         found = FactorSum(total.factors).measured_by(way).now().sqrt().cuda()
         assert (found >= exact * (1 - 1e-9)).all() and (found <= 1.1 * exact).all()
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "words", "transformer"])
+def test_the_tail_of_an_eager_step_is_replayed(name, low, monkeypatch):
+    """Batches of several sizes, one example of them not finite, against the same steps without recordings."""
+    from clipwise import tracing
+    from clipwise.experience import experience_of
+    from clipwise.release import clip
+    from test_tail import MODELS
+
+    build, inputs = MODELS[name]
+    model = build().cuda().float()
+
+    def sums(x, y):
+        with cw.capture(model) as tape, torch.autocast("cuda", dtype=torch.bfloat16, enabled=low):
+            losses = F.cross_entropy(model(x).float(), y, reduction="none")
+        return clip(tape, losses, cw.flat(0.3), "bookkeep")
+
+    for number in range(24):
+        size = (9, 7, 12, 5)[number % 4]
+        x, y = inputs(size).cuda(), torch.randint(0, 3, (size,), device="cuda")
+        if x.is_floating_point():
+            x = x.float()
+            x[2] = x[2] * (torch.inf if number % 3 == 0 else 1)
+        found = sums(x, y)
+        with monkeypatch.context() as patched:
+            patched.setattr(tracing, "DEVICES", set())
+            expected = sums(x, y)
+        assert torch.equal(found.finite.cpu(), expected.finite.cpu())
+        difference = sum(float((found.sums[name] - total).square().sum()) for name, total in expected.sums.items()) ** 0.5
+        assert difference <= (3e-2 if low else 2e-3) * 0.3 * size
+    assert any(kind.tail is not None for kind in experience_of([model]).tails.values())

@@ -1,5 +1,7 @@
 """The tail of an eager step as a recording: same numbers, whatever the batch. Graphs need a GPU (test_cuda.py); here a stand-in replays."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,12 +9,13 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import tracing
-from clipwise.compiled import tail
+from clipwise.compiled import tail, tails
+from clipwise.experience import experience_of
 from clipwise.models import OverRows, Transformer, cnn, mlp
 from clipwise.release import clip
-from helpers import examples
+from helpers import Net, examples
 
-STEPS = 14  # known ways begin with the third step, and the sixth of them is recorded
+STEPS = 17  # of the steps that do not verify the model the sixth is recorded; the next that does is the thirty-second
 
 
 @pytest.fixture
@@ -93,3 +96,187 @@ def test_the_numbers_of_every_step(name, sizes, replays):
         assert_same(found, without_tail(model, x, y))
         assert torch.allclose(found.value(losses), (found.weights * losses).sum())
     assert replays
+
+
+def begun(model, size=9, width=12, clipping=None, losses_of=None):
+    """Step until there is a recording."""
+    for _ in range(STEPS):
+        step(model, examples(size, width), torch.randint(0, 3, (size,)), clipping, losses_of)
+    (kind,) = [kind for kind in experience_of([model]).tails.values() if kind.tail is not None]
+    return kind.tail
+
+
+def test_sums_that_were_handed_out_stay_what_they_are(replays):
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    first, _ = step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    before = [total.clone() for total in (*first.sums.values(), first.weights, first.finite, first.total)]
+    count = len(replays)
+    step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    assert len(replays) == count + 1
+    assert all(map(torch.equal, before, (*first.sums.values(), first.weights, first.finite, first.total)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_counts_for_nothing(bad, replays):
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    x[4, 2] = bad
+    found, _ = step(model, x, y)
+    assert_same(found, without_tail(model, x, y))
+    assert not found.finite[4] and int(found.finite.sum()) == 8
+    others = torch.arange(9) != 4
+    assert_same(step(model, x[others], y[others])[0], without_tail(model, x[others], y[others]))
+
+
+def test_rows_of_an_earlier_batch_leave_nothing_behind(replays):
+    """A small batch after a large one whose numbers were not finite."""
+    model = mlp(12, (8, 9), 3).double()
+    sizes = [12, 9]
+    for number in range(STEPS):
+        step(model, examples(sizes[number % 2], 12), torch.randint(0, 3, (sizes[number % 2],)))
+    step(model, torch.full((12, 12), math.nan, dtype=torch.float64), torch.randint(0, 3, (12,)))
+    count = len(replays)
+    x, y = examples(3, 12), torch.randint(0, 3, (3,))
+    found, _ = step(model, x, y)
+    assert len(replays) == count + 1
+    assert_same(found, without_tail(model, x, y))
+
+
+def test_a_larger_batch_is_recorded_anew(replays):
+    model = mlp(12, (8, 9), 3).double()
+    assert begun(model).rows == 9
+    for size in (20, 15, 9):
+        x, y = examples(size, 12), torch.randint(0, 3, (size,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    (kind,) = experience_of([model]).tails.values()
+    assert kind.tail.rows >= 20
+
+
+def test_another_bound_is_another_recording(replays):
+    model = mlp(12, (8, 9), 3).double()
+    begun(model, clipping=cw.flat(0.3))
+    for clipping in (cw.flat(0.01), cw.per_layer(0.3), cw.automatic(0.3)):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y, clipping)[0], without_tail(model, x, y, clipping))
+
+
+def test_a_number_that_changes_is_followed(replays):
+    """eps of a normalisation goes into its gradient."""
+    model = nn.Sequential(nn.LayerNorm(12, eps=1e-5), nn.Linear(12, 3)).double()
+    begun(model)
+    model[0].eps = 0.5
+    for _ in range(STEPS):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+
+
+def test_a_parameter_of_another_size_is_noticed(replays):
+    """What reaches an embedding says nothing about how many rows it has."""
+    model = Words().double()
+    for _ in range(STEPS):
+        step(model, words(9), torch.randint(0, 3, (9,)))
+    assert any(kind.tail is not None for kind in experience_of([model]).tails.values())
+    model.words.weight = nn.Parameter(torch.randn(25, 8, dtype=torch.float64))
+    x, y = torch.randint(0, 25, (9, 5)), torch.randint(0, 3, (9,))
+    found, _ = step(model, x, y)
+    assert found.sums["words.weight"].shape == (25, 8)
+    assert_same(found, without_tail(model, x, y))
+
+
+def test_what_is_measured_in_other_ways_is_not_recorded(replays):
+    """Weights made from others, checkpointed regions, one example, no example, norms asked for first."""
+    derived = Net(lambda s, x: F.linear(x, s.w @ s.v), w=nn.Parameter(torch.randn(3, 2)), v=nn.Parameter(torch.randn(2, 12))).double()
+    again = Net(lambda s, x: torch.utils.checkpoint.checkpoint(s.a, x, use_reentrant=False), a=nn.Linear(12, 3)).double()
+    for model, size in ((derived, 9), (again, 9), (nn.Linear(12, 3).double(), 1)):
+        for _ in range(STEPS):
+            x, y = examples(size, 12), torch.randint(0, 3, (size,))
+            assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        with cw.capture(model) as tape:
+            losses = F.cross_entropy(model(examples(9, 12)), torch.randint(0, 3, (9,)), reduction="none")
+        norms = cw.per_example_norms(tape, losses)
+        weights = clip(tape, losses, cw.flat(0.3), "bookkeep").weights
+        assert torch.allclose(weights, (0.3 / norms).clamp(max=1))
+    assert not replays
+
+
+def test_a_model_that_needs_much_room_is_not_recorded(replays, monkeypatch):
+    monkeypatch.setattr(tails, "_ROOM", 100)
+    monkeypatch.setattr(tails, "_ROOM_BY_PARAMETERS", 0)
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    assert not replays
+
+
+def test_a_recording_that_is_wrong_is_not_used(replays, monkeypatch):
+    honest = tail.graph_of
+
+    def off(function, inputs):
+        return honest(lambda *tensors: [1.2 * output if output.dim() == 2 else output for output in function(*tensors)], inputs)
+
+    monkeypatch.setattr(tail, "graph_of", off)
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert len(replays) == 1  # the one that was held against the eager step
+
+
+def test_a_machine_that_cannot_record_steps_as_always(monkeypatch):
+    monkeypatch.setattr(tracing, "DEVICES", {"cpu"})
+
+    def no_graphs(run, inputs):
+        raise RuntimeError("no graphs here")
+
+    monkeypatch.setattr(tail, "recorded", no_graphs)
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+
+
+def test_the_same_losses_are_not_used_twice(replays):
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    with cw.capture(model) as tape:
+        losses = F.cross_entropy(model(examples(9, 12)), torch.randint(0, 3, (9,)), reduction="none")
+    clip(tape, losses, cw.flat(0.3), "bookkeep")
+    with pytest.raises(cw.ConsumedTape):
+        clip(tape, losses, cw.flat(0.3), "bookkeep")
+
+
+def test_examples_that_are_mixed_are_still_refused(replays):
+    model = Net(lambda s, x: s.a(x) + s.a(x).mean(0, keepdim=True) if s.mixes else s.a(x), a=nn.Linear(12, 3), mixes=False).double()
+    begun(model)
+    model.mixes = True
+    with pytest.raises(cw.Refusal):
+        step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+
+
+def test_a_whole_training_has_the_numbers_of_the_eager_one(replays, monkeypatch):
+    """Poisson draws, Adam, noise from a seed: the weights after some steps."""
+
+    def trained():
+        torch.manual_seed(3)
+        model = mlp(12, (8, 9), 3).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        plan = cw.PrivacyPlan(dataset_size=60, batch_size=12, steps=30, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=0.5)
+        with pytest.warns(UserWarning, match="reproducible"):
+            private = cw.PrivateTraining(model, optimizer, plan, noise=cw.reproducible(1))
+        data = torch.utils.data.TensorDataset(examples(60, 12), torch.arange(60) % 3)
+        while private.ledger.spent < 30:
+            for x, y in private.loader(data):
+                private.loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    found = trained()
+    assert replays
+    monkeypatch.setattr(tracing, "DEVICES", set())
+    expected = trained()
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
