@@ -81,12 +81,14 @@ class RecordedUpdate:
 
     def is_ready(self, sums: Mapping[int, Tensor]) -> bool:
         """Whether `release` may be called for these sums; else the step is to be made eagerly."""
-        if not self._left or not self._can_be_recorded() or not self._has_state():
+        if not self._left or not self._can_be_recorded():
             return False
-        self._steps_beside_parameters()
-        key = self._key(self._held(sums))
-        self._now = self._found.get(key)
+        self._now = self._found.get(self._key(self._held(sums)))
         if self._now is None:
+            if not self._has_state():
+                return False
+            self._steps_beside_parameters()
+            key = self._key(self._held(sums))
             self._left -= 1
             self._now = self._record(sums)
             if self._now is not None:
