@@ -123,7 +123,7 @@ def _synchronize() -> None:
 def _let_libraries_take_room(run: Step | None, x: Tensor, y: Tensor) -> None:
     """cuBLAS keeps 32 MB for each stream, once: nobody is charged with that."""
     if DEVICE == "cuda" and run is not None:
-        for stream in (torch.cuda.current_stream(), recording_stream(torch.cuda.current_device())):
+        for stream in (torch.cuda.current_stream(), recording_stream(x.device)):
             with torch.cuda.stream(stream):
                 run(x, y)
         torch.cuda.synchronize()

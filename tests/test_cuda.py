@@ -450,4 +450,4 @@ def test_the_tail_of_an_eager_step_is_replayed(name, low, monkeypatch):
         assert torch.equal(found.finite.cpu(), expected.finite.cpu())
         difference = sum(float((found.sums[name] - total).square().sum()) for name, total in expected.sums.items()) ** 0.5
         assert difference <= (3e-2 if low else 2e-3) * 0.3 * size
-    assert any(kind.tail is not None for kind in experience_of([model]).tails.values())
+    assert any(kind.tail is not None for kind in experience_of([model]).tails.kinds.values())

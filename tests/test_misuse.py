@@ -565,3 +565,22 @@ def test_a_module_that_is_called_through_a_compiler():
     private.close()
     private, _, optimizer = training(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
     assert sum(1 for _ in steps(private, compiled, optimizer)) == 6
+
+
+def test_a_weight_of_another_model_under_no_grad_is_nobodys_business():
+    """A student that is handed its teacher's weight and reads it without gradients."""
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(5, 3)
+
+        def forward(self, x, teachers):
+            with torch.no_grad():
+                soft = F.linear(x, teachers)
+            return self.own(x) + soft
+
+    student, teacher = Student(), nn.Linear(5, 3)
+    with cw.capture(student) as tape:
+        losses = student(torch.randn(4, 5), teacher.weight).square().sum(1)
+    assert set(cw.clipped_gradients(tape, losses, cw.flat(1.0))) == {"own.weight", "own.bias"}

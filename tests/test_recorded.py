@@ -35,7 +35,7 @@ def recordings(monkeypatch):
     """Lets a CPU pretend to record. Returns one entry for each recording of an update."""
     made = []
 
-    def captured(run, generators=()):
+    def captured(run, device, generators=()):
         made.append(list(generators))
         return run
 
@@ -321,7 +321,7 @@ def test_state_that_is_missing_is_made_by_an_eager_step(make, recordings, monkey
         step(examples(12, 4))
     assert len(recordings) == 1 and step._recorded[0]._left == update._MOST_RECORDINGS - 1
 
-    def interrupted(run, generators=()):
+    def interrupted(run, device, generators=()):
         optimizer.state[nn.Parameter(torch.zeros(1))] = {"step": torch.zeros(())}
         raise RuntimeError("no graph today")
 

@@ -238,3 +238,12 @@ def test_a_packed_sequence_as_the_model_s_input(kind, batch):
         with cw.capture(layer) as tape:
             losses = loss(layer(packed))
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
+
+
+def test_a_model_that_ran_on_stand_ins_runs_on_numbers_afterwards():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.GRU(4, 11, batch_first=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), cw.capture(model):
+        model(torch.randn(6, 3, 4))
+    assert_exact(model.double(), examples(6, 3, 4), loss=lambda out: out[0].flatten(1).square().sum(1))

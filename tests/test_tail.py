@@ -1,6 +1,7 @@
 """The tail of an eager step as a recording: same numbers, whatever the batch. Graphs need a GPU (test_cuda.py); here a stand-in replays."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from clipwise import tracing
+from clipwise import planner, tracing
 from clipwise.compiled import tail, tails
+from clipwise.compiled.sums import GraphSums
 from clipwise.experience import experience_of
+from clipwise.layout import Layout, Table
 from clipwise.models import OverRows, Transformer, cnn, mlp
 from clipwise.release import clip
 from helpers import Net, examples
@@ -38,16 +41,16 @@ def replays(monkeypatch):
     return made
 
 
-def step(model, x, y, clipping=None, losses_of=None):
+def step(model, x, y, clipping=None):
     with cw.capture(model) as tape:
-        losses = F.cross_entropy(model(x), y, reduction="none") if losses_of is None else losses_of(model, x, y)
+        losses = losses_of(model, x, y)
     return clip(tape, losses, clipping or cw.flat(0.3), "bookkeep"), losses.detach()
 
 
-def without_tail(model, x, y, clipping=None, losses_of=None):
+def without_tail(model, x, y, clipping=None):
     devices, tracing.DEVICES = tracing.DEVICES, set()
     try:
-        return step(model, x, y, clipping, losses_of)[0]
+        return step(model, x, y, clipping)[0]
     finally:
         tracing.DEVICES = devices
 
@@ -98,11 +101,11 @@ def test_the_numbers_of_every_step(name, sizes, replays):
     assert replays
 
 
-def begun(model, size=9, width=12, clipping=None, losses_of=None):
+def begun(model, size=9, width=12, clipping=None):
     """Step until there is a recording."""
     for _ in range(STEPS):
-        step(model, examples(size, width), torch.randint(0, 3, (size,)), clipping, losses_of)
-    (kind,) = [kind for kind in experience_of([model]).tails.values() if kind.tail is not None]
+        step(model, examples(size, width), torch.randint(0, 3, (size,)), clipping)
+    (kind,) = [kind for kind in experience_of([model]).tails.kinds.values() if kind.tail is not None]
     return kind.tail
 
 
@@ -150,7 +153,7 @@ def test_a_larger_batch_is_recorded_anew(replays):
     for size in (20, 15, 9):
         x, y = examples(size, 12), torch.randint(0, 3, (size,))
         assert_same(step(model, x, y)[0], without_tail(model, x, y))
-    (kind,) = experience_of([model]).tails.values()
+    (kind,) = experience_of([model]).tails.kinds.values()
     assert kind.tail.rows >= 20
 
 
@@ -177,7 +180,7 @@ def test_a_parameter_of_another_size_is_noticed(replays):
     model = Words().double()
     for _ in range(STEPS):
         step(model, words(9), torch.randint(0, 3, (9,)))
-    assert any(kind.tail is not None for kind in experience_of([model]).tails.values())
+    assert any(kind.tail is not None for kind in experience_of([model]).tails.kinds.values())
     model.words.weight = nn.Parameter(torch.randn(25, 8, dtype=torch.float64))
     x, y = torch.randint(0, 25, (9, 5)), torch.randint(0, 3, (9,))
     found, _ = step(model, x, y)
@@ -204,12 +207,23 @@ def test_what_is_measured_in_other_ways_is_not_recorded(replays):
 
 
 def test_a_model_that_needs_much_room_is_not_recorded(replays, monkeypatch):
-    monkeypatch.setattr(tails, "_ROOM", 100)
-    monkeypatch.setattr(tails, "_ROOM_BY_PARAMETERS", 0)
+    monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 100)
     model = mlp(12, (8, 9), 3).double()
     for _ in range(STEPS):
         step(model, examples(9, 12), torch.randint(0, 3, (9,)))
     assert not replays
+
+
+def test_room_for_a_recording(monkeypatch):
+    device = torch.device("cpu")
+    monkeypatch.setattr(planner, "_CPU_BUDGET", 2**34)
+    assert planner.room_for_recording(device, 2**20) == 2**30  # of 16 GB that may be taken, one
+    assert planner.room_for_recording(device, 2**32) == 2**33  # twice the parameters
+    monkeypatch.setattr(planner, "_CPU_BUDGET", 2**28)
+    assert planner.room_for_recording(device, 2**20) == 2**26  # what nobody misses
+    assert planner.room_for_recording(device, 2**30) == 2**28  # never more than there is
+    monkeypatch.setattr(planner, "_CPU_BUDGET", 2**20)
+    assert planner.room_for_recording(device, 2**30) == 2**20
 
 
 def test_a_recording_that_is_wrong_is_not_used(replays, monkeypatch):
@@ -280,3 +294,120 @@ def test_a_whole_training_has_the_numbers_of_the_eager_one(replays, monkeypatch)
     monkeypatch.setattr(tracing, "DEVICES", set())
     expected = trained()
     assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
+
+
+def losses_of(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+ROWS = 3
+IN_BLOCKS = torch.kron(torch.eye(8), torch.ones(1, ROWS)).double()
+IN_TURNS = torch.kron(torch.ones(1, ROWS), torch.eye(8)).double()
+
+
+def by_loop(model, x, y, bound):
+    """Σ clip(g_i) by one backward pass an example."""
+    total = 0.0
+    for loss in losses_of(model, x, y):
+        gradient = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+        total = total + gradient * min(1.0, bound / float(gradient.norm()))
+    return total
+
+
+@pytest.mark.parametrize("by_tail", [False, True])
+@pytest.mark.parametrize("then", [IN_TURNS, IN_BLOCKS.roll(1, 1)], ids=["another layout", "no layout"])
+def test_rows_that_lie_elsewhere_since_the_last_verification(then, by_tail, replays, monkeypatch):
+    """A table of the model says whose rows are whose, and is changed before a step that verifies the model."""
+    if not by_tail:
+        monkeypatch.setattr(tracing, "DEVICES", set())
+    model = Net(lambda s, x: s.pool @ s.a(x).tanh(), a=nn.Linear(12, 3)).double()
+    model.register_buffer("pool", IN_BLOCKS.clone())
+    for number in range(40):
+        if experience_of([model]).steps == 31:
+            model.pool.copy_(then)
+        x, y = torch.randn(8 * ROWS, 12, dtype=torch.float64), torch.randint(0, 3, (8,))
+        expected = by_loop(model, x, y, 0.3)
+        flat = torch.cat([total.flatten() for total in step(model, x, y)[0].sums.values()])
+        assert float((flat - expected).norm()) <= 1e-8 * float(expected.norm()), number
+    assert bool(replays) == by_tail
+
+
+def test_what_was_verified_otherwise_is_forgotten():
+    """Layouts that say the same of this batch do not contradict each other."""
+    model, shape = nn.Linear(2, 2), torch.Size([4, 3, 2])
+    experience = experience_of([model])
+    experience.layouts[0] = {7: Layout((0, 1), "block")}
+    for same in (Layout((0,), "single"), Table((0,), torch.arange(4)), Table((0, 1), torch.arange(12) // 3), Layout((1, 0), "strided")):
+        experience.compare(0, [(7, same, shape)], 4)
+    assert experience.layouts[0] and not experience.revision
+    experience.compare(0, [(7, Layout((0, 1), "strided"), torch.Size([5, 3, 2]))], 4)  # a shape that it does not fit
+    assert experience.layouts[0]
+    experience.compare(0, [(7, Layout((0, 1), "strided"), shape)], 4)
+    assert not experience.layouts[0] and experience.revision == 1
+
+
+def test_a_clipping_of_ones_own_that_moves(replays):
+    class Moving(type(cw.flat(1.0)).__base__):
+        bound = 0.3
+
+        @property
+        def sensitivity(self):
+            return self.bound
+
+        def groups(self, names):
+            return cw.flat(self.bound).groups(names)
+
+    model, clipping = mlp(12, (8, 9), 3).double(), Moving()
+    graphs = GraphSums(model, losses_of, clipping, rows=9, backend="eager")
+    for number in range(2 * STEPS):
+        clipping.bound = 0.3 if number < STEPS else 0.01
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y, clipping)[0], without_tail(model, x, y, cw.flat(clipping.bound)))
+    with pytest.warns(UserWarning, match="a clipping of your own"):
+        assert graphs.due(graphs.batch((x, y), 9)) is None
+    assert not replays
+
+
+def test_a_bound_that_moves_needs_no_other_recording(replays):
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    count = len(replays)
+    for bound in (0.3, 0.01, 2.0, 1e-6):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y, cw.flat(bound))[0], without_tail(model, x, y, cw.flat(bound)))
+    assert len(replays) == count + 4 and len(experience_of([model]).tails.kinds) == 1
+
+
+def test_a_rule_of_the_users_is_asked_every_time(replays, monkeypatch):
+    """It may read what changes unnoticed."""
+    from clipwise.registry import RULES
+
+    monkeypatch.setitem(RULES, F.linear, replace(RULES[F.linear], trusted=False))
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    assert not replays
+
+
+def test_frozen_statistics_do_not_hide_a_wrong_recording(replays, monkeypatch):
+    """Made-up variances would be negative, every example not finite, and nothing equal to nothing."""
+    honest = tail.graph_of
+    monkeypatch.setattr(
+        tail,
+        "graph_of",
+        lambda function, inputs: honest(lambda *given: [1.2 * out if out.dim() > 1 else out for out in function(*given)], inputs),
+    )
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double().eval()
+    for _ in range(STEPS):
+        x, y = examples(9, 2, 6, 6), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert len(replays) == 1
+
+
+def test_a_number_of_another_type_does_not_stop_a_step(replays):
+    numpy = pytest.importorskip("numpy")
+    model = Net(lambda s, x: s.a(F.rms_norm(x, (12,), s.w, s.eps)), a=nn.Linear(12, 3), w=nn.Parameter(torch.ones(12)), eps=None).double()
+    begun(model)
+    model.eps = numpy.float32(1e-3)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    assert_same(step(model, x, y)[0], without_tail(model, x, y))

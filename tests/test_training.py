@@ -504,3 +504,27 @@ def test_reproducible_noise_is_said_to_void_privacy():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training(seed=None)[0].close()
+
+
+def test_a_step_whose_noise_failed_may_be_tried_again(monkeypatch):
+    """No memory for the noise, say: nothing was released, and the sums are still there."""
+    from clipwise import updates
+
+    honest, failing = updates.noised, [True]
+
+    def noised(*args, **options):
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError("once")
+        return honest(*args, **options)
+
+    monkeypatch.setattr(updates, "noised", noised)
+    private, model, optimizer = training()
+    x, y = next(iter(private.loader(data())))
+    private.loss(losses_of(model, x, y)).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step()
+    assert private.position == private.ledger.spent == 1 and not any(map(torch.equal, before, model.parameters()))

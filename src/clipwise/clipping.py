@@ -181,3 +181,8 @@ def per_group(bounds: Mapping[str, float]) -> Clipping:
 def automatic(bound: float = 1.0, *, stability: float = 0.01) -> Clipping:
     """Every gradient is normalised: bound·g/(‖g‖ + stability) (Bu et al. 2023). Sensitivity: bound."""
     return Automatic(bound, stability)
+
+
+def is_fixed(clipping: Clipping) -> bool:
+    """Whether it is one of these, which nobody can change: a graph that has it baked in is right as long as it is the same."""
+    return type(clipping) in (Flat, PerLayer, PerGroup, Automatic)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from .decisions import Decisions
 from .explain import Explained
-from .layout import Layout
+from .layout import Layout, Table, same_owners
+
+if TYPE_CHECKING:
+    from .compiled.tails import Tails
 
 
 @dataclass
@@ -19,6 +23,7 @@ class Experience:
     """For each way the losses are computed, where the examples lie at each tap, and how long the inputs were."""
 
     layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
+    revision: int = 0  # how often one of these turned out to be another
     zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
     examples_tried: int = 0  # in reruns that found no mixing
     steps: int = 0
@@ -26,8 +31,17 @@ class Experience:
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # who uses a parameter
     ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification
     ways_in_graphs: Decisions = field(default_factory=Decisions)
-    tails: dict[Hashable, Any] = field(default_factory=dict)  # recordings of eager steps (compiled/tails.py)
+    tails: Tails | None = None  # recordings of what follows the backward pass
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
+
+    def compare(self, way: int, places: Iterable[tuple[int, Layout | Table, torch.Size]], batch: int) -> None:
+        """Where the examples lie in this batch, by the keys of taps. What was remembered otherwise is forgotten, and graphs made by it are void."""
+        known = self.layouts.get(way, {})
+        for key, place, shape in places:
+            layout = known.get(key)
+            if layout is not None and layout.fits(shape, batch) and not same_owners(layout, place, shape, batch):
+                del known[key]
+                self.revision += 1
 
     def is_time_to_look_again(self) -> bool:
         """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""

@@ -60,6 +60,20 @@ class Table:
         return TableGrouping(self.table, batch)
 
 
+def same_owners(first: Layout | Table, second: Layout | Table, shape: torch.Size, batch: int) -> bool:
+    """Whether both give every entry of a tensor of this shape to the same example. What belongs to nobody may be anybody's."""
+    a, b = torch.broadcast_tensors(*(_owners(place, shape, batch) for place in (first, second)))
+    return bool(((a == b) | (a < 0) | (b < 0)).all())
+
+
+def _owners(place: Layout | Table, shape: torch.Size, batch: int) -> Tensor:
+    """Of each entry; axes that number no rows have length one."""
+    lengths = [shape[axis] for axis in place.axes]
+    owners = place.grouping(math.prod(lengths), batch).owners().cpu().view(lengths)
+    in_order = sorted(range(len(lengths)), key=lambda number: place.axes[number])
+    return owners.permute(in_order).reshape([length if axis in place.axes else 1 for axis, length in enumerate(shape)])
+
+
 @dataclass(frozen=True)
 class EvenGrouping:
     """Sorts (R, ...) into (B, k, ...) by a view."""

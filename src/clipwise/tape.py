@@ -79,7 +79,7 @@ class Tape:
         self.room = math.inf  # so many calls are noted before those that nobody needs are looked for
         self.is_abandoned = False
         self.depth = 0  # captured modules that are running
-        self.nonfinite: Tensor | None = None  # (B,) on the host: whose gradient was not finite, in the last losses; private data
+        self.nonfinite: Tensor | None = None  # (B,), beside the weights: whose gradient was not finite, in the last losses; private data
         self._entered = 0
         self._stack = contextlib.ExitStack()
         self._collected: tuple[weakref.ref[Tensor], Any] | None = None
@@ -274,7 +274,7 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
         if tape is not None and not tape.paused:
             tape.depth += 1
             entered.append((args, kwargs))
-            with torch._C.DisableTorchFunction():  # the tape would be asked about every attribute
+            with torch._C.DisableTorchFunction(), tape.pause():  # the tape would be asked about every attribute
                 tape.marks.enters(every_tensor([args, kwargs]))
                 tape.fixed.update({id(tensor): tensor for tensor in row_numbers([args, kwargs])})
 
@@ -285,7 +285,7 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
         tape.depth -= 1
         args, kwargs = entered.pop()
         if output is not None and not tape.depth:  # None: the call raised
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), tape.pause():
                 call = ProgramCall(module, args, kwargs, output)
                 nodes = [tensor.grad_fn for tensor in every_tensor(output)]
             tape.program.append(call)

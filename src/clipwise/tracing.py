@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any, ParamSpec
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 
+_KEPT_AT_MOST = 64  # results of a function
 DEVICES = {"cuda"}  # where work can be recorded as a graph and replayed
 
 
@@ -38,11 +38,20 @@ def can_be_recorded(device: torch.device) -> bool:
 
 def made_once(make: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     """A function whose last results are kept: constants to which nobody writes. What is made for a graph belongs to that graph."""
-    kept: Callable[_P, Tensor] = lru_cache(maxsize=64)(make)  # type: ignore[assignment]
+    kept: dict[Any, Tensor] = {}
 
     def found(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
-        is_recording = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        return (make if is_recording or is_tracing() else kept)(*args, **kwargs)
+        if is_tracing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return make(*args, **kwargs)
+        key = args, tuple(kwargs.items())
+        tensor = kept.get(key)
+        if tensor is None:
+            tensor = make(*args, **kwargs)
+            if type(tensor) is Tensor and not tensor.is_inference():  # no stand-in of somebody's mode
+                if len(kept) >= _KEPT_AT_MOST:
+                    kept.clear()
+                kept[key] = tensor
+        return tensor
 
     return found
 

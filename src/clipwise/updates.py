@@ -152,6 +152,7 @@ class Updates:
         parameters, deviation = updated_by(optimizer), self.deviation(sensitivity)
         for parameter in parameters:
             parameter.grad = None  # checked by now; the sums are what is released, and noise takes as much room again
+        self._witness.taken_away(parameters)
         for parameter, grad in zip(parameters, self.noised_sums(number, sums, deviation, self.randomness, step)):
             penalty = penalties.get(id(parameter))
             parameter.grad = grad if penalty is None else grad + penalty

@@ -44,6 +44,7 @@ class _Placed:
     """Where the examples lie at each tap, which of these layouts are proven, and what else the passes have told."""
 
     places: dict[int, Layout | Table]  # by id of the tap's record, as everything about taps here
+    keys: dict[int, int]
     proven: dict[int, int]  # its key
     quiet: list[int]  # keys of taps whose zero was tried with other weights
     shapes: dict[int, torch.Size]
@@ -60,6 +61,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int,
     needs the room.
     """
     placed = _place(tape, losses, heard, way)
+    tape.experience.compare(way, [(placed.keys[tap], place, placed.shapes[tap]) for tap, place in placed.places.items()], len(losses))
     heard.clear()
     gradients, _ = evaluate(tape, losses, lambda record: placed.places.get(id(record)), keep_graph=keep_graph, known=False)
     if placed.weights is not None:
@@ -84,7 +86,15 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
     moving = [m for m in measurements if not m.is_zero]
     quiet = [m for m in measurements if m.is_zero and (way, m.record.key) not in tape.experience.zeros]
     placed = _Placed(
-        {}, {}, [m.record.key for m in quiet], {id(one.record): one.grad.shape for one in heard}, _most_terms(heard), coarsest, None, {}
+        {},
+        {id(one.record): one.record.key for one in heard},
+        {},
+        [m.record.key for m in quiet],
+        {id(one.record): one.grad.shape for one in heard},
+        _most_terms(heard),
+        coarsest,
+        None,
+        {},
     )
     if not moving and not quiet:
         return placed

@@ -90,6 +90,10 @@ class Witness:
                         f"{_ZERO_GRAD} {_ONLY_PRIVATE}",
                     )
 
+    def taken_away(self, parameters: Iterable[Tensor]) -> None:
+        """The step itself has cleared these gradients; if it fails after that, it may be tried again."""
+        self._seen.update({id(parameter): _Seen(None, 0) for parameter in parameters})
+
     def _refusal(self, parameter: Tensor) -> ForeignGradient:
         name = self._name_of(parameter)
         if parameter.grad is None:

@@ -13,21 +13,21 @@ from ..numerics import without_autocast
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
 
 
-def captured(run: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
-    """What `run` starts on the GPU, to be started by calling the result. Nothing is computed yet.
+def captured(run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+    """What `run` starts on a GPU, to be started by calling the result. Nothing is computed yet.
 
     `generators`: those that it draws from, besides the device's own. What other threads do meanwhile (loaders pin memory) is their business.
     """
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, stream=recording_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=recording_stream(device), capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 @lru_cache
-def recording_stream(device: int) -> torch.cuda.Stream:
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Everything is tried out and recorded on one stream: libraries have room of their own for each (cuBLAS takes 32 MB)."""
     return torch.cuda.Stream(device)
 
@@ -35,13 +35,14 @@ def recording_stream(device: int) -> torch.cuda.Stream:
 def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
     """run(*inputs) to be replayed over whatever lies in these inputs, and the tensors in which it leaves its results."""
     outputs: list[Tensor] = []
-    stream = recording_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
+    device = inputs[0].device
+    stream = recording_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP):
             run(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    return captured(lambda: outputs.extend(run(*inputs))), outputs
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return captured(lambda: outputs.extend(run(*inputs)), device), outputs
 
 
 class Recording:

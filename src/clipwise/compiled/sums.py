@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..clipping import Clipping
+from ..clipping import Clipping, is_fixed
 from ..counts import check_count
 from ..experience import experience_of
 from ..inventory import all_modules, parameters_of
@@ -78,6 +78,7 @@ class GraphSums:
         self._backend = backend
         self._leaves = Leaves()
         self._attempts: dict[Any, int] = {}
+        self._revision = 0  # of what was verified, when these graphs were made
         self._is_given_up = self._is_full = False
         self.variants: dict[Any, Variant] = {}
 
@@ -101,9 +102,16 @@ class GraphSums:
         if self._is_given_up or not batch.count or not any(batch.has_rows):
             return None
         experience = experience_of(self._modules)
+        if experience.revision != self._revision:  # the examples lie elsewhere than these graphs take them to
+            self._revision = experience.revision
+            self.variants.clear()
+            self._attempts.clear()
         state = State.of(self._modules, batch.modules)
         first, _ = batch.parts[0]
         signatures = tuple(map(signature_of, first))
+        if not is_fixed(self.clipping):
+            self.give_up(f"{type(self.clipping).__name__} is a clipping of your own, of which nobody knows when it changes.")
+            return None
         if None in signatures:
             odd = type(first[signatures.index(None)]).__name__
             self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
@@ -114,7 +122,7 @@ class GraphSums:
             batch.has_rows,
             state.signature,
             surroundings(batch.modules),
-            repr(self.clipping),
+            self.clipping,
         )
         found = self.variants.get(key)
         if found is not None and not found.fits(state):

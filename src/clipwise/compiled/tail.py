@@ -1,6 +1,6 @@
 """The tail of an eager step, recorded: from what reached the taps of a model to clipped sums, by one replay.
 
-    sums, weights, finite = tail(gradient and kept tensors of each tap, losses)
+    sums, value, weights, finite = tail(gradient and kept tensors of each tap, losses, 1/C²)
 
 Forward and backward pass are the caller's and run as they always do. What clipwise computes from them is the same in every step, up
 to how many examples there are; of a small model it is many kernels that take less time than their launching. What reached the taps is
@@ -9,7 +9,7 @@ copied to where the graph reads it. A batch with fewer rows than the graph has l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..marks import Marks
 from ..methods.base import Clipped, value_of
-from ..numerics import without_autocast
+from ..numerics import accumulation_dtype, without_autocast
 from ..passes import Arrival
 from ..structure import map_values
 from ..tape import Tape
@@ -32,6 +32,7 @@ from .recording import recorded
 from .rows import mask
 from .trace import graph_of, masked_sums
 
+Eagerly = Callable[[Sequence[Arrival], Tensor], Clipped]
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -73,88 +74,121 @@ def essence(arrival: Arrival, marks: Marks) -> tuple[Any, ...]:
             return type(value), value
         raise NotTraceable(f"{type(value).__name__} among the arguments of a watched call may change unnoticed.")
 
-    if record.output is not None or not all(id(weight) in marks.parameters for weight in record.use.tracked):
+    if not record.rule.trusted or record.output is not None:
+        raise NotTraceable("a rule of the user's may read what changes unnoticed.")
+    if not all(id(weight) in marks.parameters for weight in record.use.tracked):
         raise NotTraceable("its weights are computed from others.")
     args, kwargs = record.use.mapped(of)
-    return record.key, id(record.use.func), args, kwargs
+    return record.key, id(record.rule), id(record.use.func), args, kwargs
 
 
 class Tail:
-    """One recording, for batches of at most `rows` examples; of exactly so many, where the examples of some tap cannot be told apart."""
+    """One recording, for batches of at most `rows` examples; of exactly so many, where the examples of some tap cannot be told apart.
+
+    `clipping` with norms in units of a bound that each call brings along.
+    """
 
     def __init__(
         self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping, rows: int
     ):  # fmt: skip
-        batch = len(losses)
+        batch, tensors = len(losses), _tensors(arrivals, losses)
+        if any(tensor.device != losses.device for tensor in tensors):
+            raise NotTraceable("it lies on several devices.")
         self._clipping = clipping
+        self._layouts = list(layouts)
         self._essences = [essence(arrival, tape.marks) for arrival in arrivals]
-        self._like = [(tensor.dtype, tensor.device) for tensor in _tensors(arrivals, losses)]
+        self._like = [(tensor.dtype, tensor.device) for tensor in tensors]
         self._rows = [*(rows for arrival, layout in zip(arrivals, layouts) for rows in _each_tensor(arrival, layout, batch)), Rows(0, 1)]
         self.can_be_filled_up = None not in self._rows
         self.rows = rows if self.can_be_filled_up else batch
         self._buffers = [
             tensor.new_zeros(tensor.shape if place is None or place is _WHOLE else place.shape(tensor, self.rows))
-            for tensor, place in zip(_tensors(arrivals, losses), self._rows)
+            for tensor, place in zip(tensors, self._rows)
         ]
         self._mask = mask(self.rows, self.rows, losses.device).clone()
+        self._inverse_square = torch.ones((), dtype=torch.float64, device=losses.device)
         self._filled = 0  # rows that hold something
         self._views: dict[int, list[Tensor]] = {}  # where a batch of so many rows is copied to
         self._names: list[str] = []
-        self._fill(_tensors(arrivals, losses), batch)
+        self._fill(tensors, batch)
+        inputs = [*self._buffers, self._mask, self._inverse_square]
         with without_autocast():
-            graph = graph_of(self._function(tape, arrivals, layouts), [*self._buffers, self._mask])
-            self.precision = coarsest(graph, losses.device)
-            self._replay, self._outputs = recorded(graph, [*self._buffers, self._mask])
+            self._graph = graph_of(self._function(tape, arrivals), inputs)  # it holds the constants that a replay reads
+            self._precision = coarsest(self._graph, losses.device)
+            self._replay, self._outputs = recorded(self._graph, inputs)
 
-    def _function(self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout]) -> Any:
+    def _function(self, tape: Tape, arrivals: Sequence[Arrival]) -> Callable[..., list[Tensor]]:
         sizes = [len(kept) for _, _, kept in arrivals]
 
         def clipped_sums(*inputs: Tensor) -> list[Tensor]:
-            *tensors, losses, real = inputs
+            *tensors, losses, real, inverse_square = inputs
             gradients = ExampleGradients(tape, self.rows, losses.device, is_known=True, is_last=True)
             with tape.pause():
-                for (record, _, _), layout, size in zip(arrivals, layouts, sizes):
+                for (record, _, _), layout, size in zip(arrivals, self._layouts, sizes):
                     grad, *kept = tensors[: size + 1]
                     del tensors[: size + 1]
                     gradients.add(record, grad, tuple(kept), layout)
                 gradients.finish()
-                found = masked_sums(gradients, tape, losses, self._clipping, real)
+                found = masked_sums(gradients, tape, losses, self._clipping, real, inverse_square)
             self._names = list(found.sums)
-            value = value_of(found.weights, found.finite, losses).to(torch.float32)
+            value = value_of(found.weights, found.finite, losses.to(accumulation_dtype(losses.dtype)))
             return [*found.sums.values(), value, found.weights, found.finite]
 
         return clipped_sums
 
-    def fits(self, arrivals: Sequence[Arrival], losses: Tensor, marks: Marks) -> bool:
-        """Whether these are the taps that were recorded, and have room."""
+    def fits(self, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, marks: Marks) -> bool:
+        """Whether these are the taps that were recorded, with the examples where they were, and have room."""
         count, given = len(losses), _tensors(arrivals, losses)
         if count > self.rows or (count < self.rows and not self.can_be_filled_up) or len(given) != len(self._like):
             return False
-        views = self._where(count)
-        return all(
-            tensor.shape == view.shape and like == (tensor.dtype, tensor.device) for tensor, view, like in zip(given, views, self._like)
-        ) and self._essences == [essence(arrival, marks) for arrival in arrivals]
+        like = zip(given, self._where(count), self._like)
+        if not all(tensor.shape == view.shape and kind == (tensor.dtype, tensor.device) for tensor, view, kind in like):
+            return False
+        try:
+            return self._layouts == list(layouts) and self._essences == [essence(arrival, marks) for arrival in arrivals]
+        except NotTraceable:
+            return False
 
-    def __call__(self, arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
-        """Clipped sums of what `fits`, in tensors of their own."""
+    def __call__(self, arrivals: Sequence[Arrival], losses: Tensor, bound: float) -> Clipped:
+        """Clipped sums of what `fits`, in tensors of their own. Norms are measured in units of `bound`."""
         count = len(losses)
         self._fill(_tensors(arrivals, losses), count)
+        self._inverse_square.fill_(bound**-2)
         self._replay()
         *sums, weights, finite = self._outputs
         own = torch._foreach_add(sums, 0.0)
         return Clipped(dict(zip(self._names, own)), weights[:count].clone(), finite[:count].clone(), own[-1].to(losses.dtype))
 
-    def is_right(self, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, eagerly: Any) -> bool:
-        """Hold the recording against the eager computation on numbers that are nobody's: what is decided here must not depend on a record."""
+    def is_right(self, arrivals: Sequence[Arrival], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
+        """Hold the recording against the eager computation on numbers that are nobody's: what is decided here must not depend on a record.
+
+        Where batches can be filled up, one row is left to be.
+        """
         dice = torch.Generator().manual_seed(0)
+        count = len(losses) - 1 if self.can_be_filled_up and len(losses) > 2 else len(losses)
 
-        def made_up(tensor: Tensor) -> Tensor:
-            return torch.randn(tensor.shape, generator=dice).to(tensor) if tensor.is_floating_point() else tensor
+        def made_up(tensor: Tensor, place: Rows | None) -> Tensor:
+            if place is _WHOLE:
+                return tensor
+            part = tensor if place is None else place.part(tensor, 0, count)
+            return torch.randn(part.shape, generator=dice).to(part) if part.is_floating_point() else part
 
-        others = [(record, made_up(grad), tuple(map(made_up, kept))) for record, grad, kept in arrivals]
-        found, expected = self(others, made_up(losses)), eagerly(others)
-        pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
-        return len(pairs) == len(expected.sums) and agree(pairs, self.precision, len(losses) * self._clipping.sensitivity)
+        places = iter(self._rows)
+        others = [
+            (record, made_up(grad, next(places)), tuple(made_up(tensor, next(places)) for tensor in kept))
+            for record, grad, kept in arrivals
+        ]
+        other_losses = made_up(losses, next(places))
+        found, expected = self(others, other_losses, bound), eagerly(others, other_losses)
+        weights = [(found.weights.cpu(), expected.weights.cpu())]
+        pairs = [(total, expected.sums[name]) for name, total in found.sums.items() if name in expected.sums]
+        return (
+            len(pairs) == len(found.sums) == len(expected.sums)
+            and bool(found.finite.all())
+            and bool(expected.finite.all())
+            and agree(weights, self._precision, 0.0)
+            and agree(pairs, self._precision, count * self._clipping.sensitivity * bound)
+        )
 
     def _where(self, count: int) -> list[Tensor]:
         if count not in self._views:

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..clipping import Clipping
+from ..clipping import Clipping, Flat, is_fixed
 from ..collect import check_heard, check_losses, known_layouts, way_to
 from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..methods.base import Clipped, from_factors
 from ..numerics import tf32_in_use
 from ..passes import Arrival, arrivals_at
+from ..planner import room_for_recording
 from ..tape import Tape
 from ..tracing import is_tracing
-from .tail import Tail
+from .tail import Eagerly, Tail
 
 _PATIENCE = 6  # steps of one kind before it is worth a recording
 _ATTEMPTS = 3  # at recording one kind of step: batches may turn out larger
-_MOST_KINDS = 16  # then something changes with every step
-_ROOM = 2**26  # bytes that reach the taps of a small model …
-_ROOM_BY_PARAMETERS = 2  # … or so many times those of its parameters
+_MOST_KINDS = 8  # that are remembered
+_MOST_ATTEMPTS = 16  # for one model: then something changes again and again
 
 
 @dataclass
 class _Kind:
-    """Steps that take the same way, clipped the same."""
+    """Steps that take the same way, clipped the same up to the bound."""
 
     sizes: set[int] = field(default_factory=set)  # of their batches
     steps: int = 0
     attempts: int = 0
     tail: Tail | None = None
-
-    @property
-    def is_due(self) -> bool:
-        return self.tail is not None or (self.steps >= _PATIENCE and self.attempts < _ATTEMPTS)
+    looked_at: int = 0  # how often the model had been verified when the tail was last held against the eager step
 
     def rows(self) -> int:
         """For the next recording: of batches that vary in size, some will be larger than those so far."""
@@ -46,66 +43,100 @@ class _Kind:
         return largest if len(self.sizes) == 1 else -(-math.ceil(largest + math.sqrt(largest)) // 8) * 8
 
 
+class Tails:
+    """Recordings of one model's steps."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Hashable, _Kind] = {}  # those that were used last come last
+        self._attempts = 0
+
+    def kind(self, key: Hashable) -> _Kind:
+        found = self.kinds.pop(key, None) or _Kind()
+        if len(self.kinds) >= _MOST_KINDS:
+            del self.kinds[next(iter(self.kinds))]
+        self.kinds[key] = found
+        return found
+
+    def may_record(self, kind: _Kind) -> bool:
+        return kind.steps >= _PATIENCE and kind.attempts < _ATTEMPTS and self._attempts < _MOST_ATTEMPTS
+
+    def count(self, kind: _Kind) -> None:
+        kind.attempts += 1
+        self._attempts += 1
+
+
 def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped | None:
     """The clipped sums by a recording, or None: nothing has been done yet, and the step is to be made as always."""
-    if not _may_be_recorded(tape, losses):
+    experience = tape.experience
+    if not _may_be_recorded(tape, losses, clipping) or experience.will_look_again:
         return None
     check_losses(tape, losses)
     tape.marks.check_buffers()
-    experience = tape.experience
-    if experience.will_look_again or tape.recall(losses) is not None:
+    if tape.recall(losses) is not None:
         return None
     way = way_to(tape, losses)
     known = known_layouts(tape, losses, way)
     if known is None:
         return None
-    key = way, repr(clipping), losses.dtype, losses.device, tf32_in_use(), torch.are_deterministic_algorithms_enabled()
-    if len(experience.tails) >= _MOST_KINDS and key not in experience.tails:
-        return None
-    kind: _Kind = experience.tails.setdefault(key, _Kind())
+    tails = experience.tails = experience.tails or Tails()
+    unit, bound = (Flat(1.0), clipping.bound) if isinstance(clipping, Flat) else (clipping, 1.0)
+    kind = tails.kind((way, unit, losses.dtype, losses.device, tf32_in_use(), torch.are_deterministic_algorithms_enabled()))
     kind.sizes.add(len(losses))
     kind.steps += 1
-    if not kind.is_due:
+    if kind.tail is None and not tails.may_record(kind):
         return None
     experience.steps += 1
     arrivals = arrivals_at(tape, losses)
     check_heard(tape, losses, [record for record, _, _ in arrivals])
     layouts = [known[record.key] for record, _, _ in arrivals]
+    verified = experience.steps.bit_length()  # the model is verified on steps 1, 2, 4, 8 …
+
+    def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
+        return _eagerly(tape, arrivals, layouts, losses, clipping)
+
     with tape.pause():
-        fits = kind.tail is not None and kind.tail.fits(arrivals, losses, tape.marks)
-        if not fits and kind.attempts < _ATTEMPTS:
-            kind.tail = _recorded(kind, tape, arrivals, layouts, losses, clipping)
-            fits = kind.tail is not None
-        return (
-            kind.tail(arrivals, losses.detach()) if kind.tail is not None and fits else _eagerly(tape, arrivals, layouts, losses, clipping)
-        )
+        tail = kind.tail if kind.tail is not None and kind.tail.fits(arrivals, layouts, losses, tape.marks) else None
+        if tail is None and tails.may_record(kind):
+            tails.count(kind)
+            tail = kind.tail = _recorded(kind.rows(), tape, arrivals, layouts, losses.detach(), unit)
+            kind.looked_at = 0
+        if tail is not None and kind.looked_at != verified:
+            kind.looked_at = verified
+            if not _is_right(tail, arrivals, losses.detach(), bound, eagerly):
+                tail = kind.tail = None
+                kind.attempts = _ATTEMPTS
+        return eagerly(arrivals, losses) if tail is None else tail(arrivals, losses.detach(), bound)
 
 
-def _may_be_recorded(tape: Tape, losses: Tensor) -> bool:
-    """Whether all that follows the backward pass depends on what reached the taps alone, on one device."""
-    return losses.dim() == 1 and len(losses) > 1 and not (tape.needs_graph or tape.computes_again or is_tracing())
+def _may_be_recorded(tape: Tape, losses: Tensor, clipping: Clipping) -> bool:
+    """Whether all that follows the backward pass depends on what reached the taps alone."""
+    return (
+        losses.dim() == 1
+        and len(losses) > 1
+        and is_fixed(clipping)
+        and not (tape.needs_graph or tape.computes_again or tape.fallback or is_tracing())
+    )
 
 
 def _recorded(
-    kind: _Kind, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping
+    rows: int, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping
 ) -> Tail | None:  # fmt: skip
-    """A recording for steps of this kind, or None where it cannot be made, would be wrong, or would take too much memory."""
-    kind.attempts += 1
-    rows = kind.rows()
+    """A recording for steps of this kind, or None where it cannot be made or would take too much memory."""
     reached = sum(tensor.numel() * tensor.element_size() for _, grad, kept in arrivals for tensor in (grad, *kept))
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in tape.marks.trainable().values())
-    if reached * rows / len(losses) > max(_ROOM, _ROOM_BY_PARAMETERS * parameters):
+    if reached * rows / len(losses) > room_for_recording(losses.device, parameters):
         return None
     try:
-        tail = Tail(tape, arrivals, layouts, losses.detach(), clipping, rows)
-        if tail.fits(arrivals, losses, tape.marks) and tail.is_right(
-            tape, arrivals, layouts, losses.detach(), lambda others: _eagerly(tape, others, layouts, losses, clipping)
-        ):
-            return tail
+        return Tail(tape, arrivals, layouts, losses, clipping, rows)
     except Exception:  # the step is made as always: a recording only saves time
-        pass
-    kind.attempts = _ATTEMPTS
-    return None
+        return None
+
+
+def _is_right(tail: Tail, arrivals: Sequence[Arrival], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
+    try:
+        return tail.is_right(arrivals, losses, bound, eagerly)
+    except Exception:  # what is wrong with the model will show in the step itself
+        return False
 
 
 def _eagerly(tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping) -> Clipped:

@@ -232,7 +232,7 @@ class RecordedUpdate:
                     parameter.grad = gradient
 
         try:
-            replay = captured(run, list(source.generators.values()))
+            replay = captured(run, device, list(source.generators.values()))
             now = self._held(sums)
             if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
                 raise NotTraceable("its step makes new state, which would begin anew with every replay.")
