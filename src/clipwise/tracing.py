@@ -7,6 +7,7 @@ made on the way may be kept for later. Where eager code saves work by looking at
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from torch import Tensor
 _P = ParamSpec("_P")
 
 _KEPT_AT_MOST = 64  # results of a function
-DEVICES = {"cuda"}  # where work can be recorded as a graph and replayed
+DEVICES = set() if os.environ.get("CLIPWISE_GRAPHS") == "0" else {"cuda"}  # where work can be recorded as a graph and replayed
 
 
 class NotTraceable(Exception):
