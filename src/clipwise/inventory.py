@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 
-class _Walk:
+class Walk:
     """What was found below a root. It holds no module: a module below may hold the root, which then would live forever."""
 
     def __init__(self, root: nn.Module):
@@ -34,18 +34,22 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
-_walks: weakref.WeakKeyDictionary[nn.Module, _Walk] = weakref.WeakKeyDictionary()
+_walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
+
+
+def walked(root: nn.Module) -> tuple[Walk, list[tuple[str, nn.Module]]]:
+    """The walk, which is another one where modules are, and as root.named_modules(): (dotted path, module), each module once, the root first."""
+    walk = _walks.get(root)
+    below = walk.below(root) if walk is not None else None
+    if walk is None or below is None:
+        walk = _walks[root] = Walk(root)
+        below = walk.below(root)
+        assert below is not None
+    return walk, [("", root), *below]
 
 
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As root.named_modules(): (dotted path, module), each module once, the root first."""
-    walk = _walks.get(root)
-    below = walk.below(root) if walk is not None else None
-    if below is None:
-        walk = _walks[root] = _Walk(root)
-        below = walk.below(root)
-        assert below is not None
-    return [("", root), *below]
+    return walked(root)[1]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

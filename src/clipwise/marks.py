@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
-from .inventory import named_modules
 from .kept import kept_from_earlier, kept_tensors
+from .members import members_of
 from .structure import tensors_in
-from .weak import WeakTable, serial_of
+from .weak import WeakTable
 
 EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
 _RANDOM = 3  # a constant that is drawn anew in every step
@@ -43,34 +44,17 @@ class Marks:
     """The marks of one tape. They hang on weak references: the id of a freed tensor is taken by the next one."""
 
     def __init__(self, modules: Sequence[nn.Module]):
-        self.parameters: dict[int, Tensor] = {}
-        self.names: dict[int, str] = {}
-        self.owners: dict[int, tuple[str, nn.Module]] = {}
-        self.labels: dict[int, tuple[str, int]] = {}  # name and module: what a tap is known by from step to step
-        self._state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
-        self._state_storages: dict[int, str] = {}
+        self._members = members = members_of(modules)
+        self.parameters, self.names, self.labels = members.parameters, members.names, members.labels
+        self._state = members.state  # parameters and buffers: what is released with the model
         self._entries: WeakTable[Derived | int] = WeakTable()
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.doubts_numbers = False  # whether a number from outside may come from examples
         self.has_stale = False  # some module keeps examples of an earlier batch
-        self._buffers: list[tuple[str, nn.Module, str, Tensor | None]] = []
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
-        several = len(modules) > 1
-        for number, root in enumerate(modules):
-            for prefix, module in named_modules(root):
-                path = ".".join(filter(None, [str(number) if several else "", prefix]))
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        self._add(f"{path}.{name}" if path else name, parameter, path, module)
-                for name, buffer in module._buffers.items():
-                    full_name = f"{path}.{name}" if path else name
-                    self._buffers.append((full_name, module, name, buffer))
-                    if buffer is not None:
-                        self._add_state(full_name, buffer)
-
         for _, tensor in kept_tensors(modules):
             if kept_from_earlier(tensor) is not None:
                 self.has_stale = True
@@ -92,18 +76,9 @@ class Marks:
                 "Start every batch from a fixed or learned state, or pass what belongs to an example along with that example.",
             )
 
-    def _add(self, name: str, parameter: Tensor, path: str, module: nn.Module) -> None:
-        if id(parameter) not in self.parameters:
-            self.parameters[id(parameter)] = parameter
-            self.names[id(parameter)] = name
-            self.owners[id(parameter)] = (path, module)
-            self.labels[id(parameter)] = (name, serial_of(module))
-            self._add_state(name, parameter)
-
-    def _add_state(self, name: str, tensor: Tensor) -> None:
-        self._state[id(tensor)] = tensor
-        if not nn.parameter.is_lazy(tensor) and tensor.numel():
-            self._state_storages[tensor.untyped_storage().data_ptr()] = name
+    @cached_property
+    def _state_storages(self) -> dict[int, str]:
+        return self._members.storages()
 
     def name_of(self, value: Any) -> str | None:
         """The dotted name of a parameter or buffer."""
@@ -149,6 +124,10 @@ class Marks:
                 self.foreign.add(id(tensor))
             return EXAMPLE
         return self._kind_from_outside(tensor)
+
+    def is_activation(self, tensor: Tensor) -> bool:
+        """Whether this surely is example data, as most tensors are that a model computes with: it carries gradient and nobody marked it."""
+        return tensor.requires_grad and type(tensor) is Tensor and id(tensor) not in self._state and self._entries.get(tensor) is None
 
     def varies(self, tensor: Tensor) -> bool:
         """Whether the values of `tensor` may differ from step to step: example data, or a random draw."""
@@ -258,10 +237,10 @@ class Marks:
 
     def check_buffers(self) -> None:
         """Refuse if a buffer was replaced by a tensor made from example data."""
-        for full_name, module, name, before in self._buffers:
-            now = module._buffers.get(name)
+        for full_name, kind, buffers, name, before in self._members.buffers:
+            now = buffers.get(name)
             if now is not None and now is not before and self.kind(now) == EXAMPLE:
-                raise _state_write(f"{type(module).__name__}.forward", full_name)
+                raise _state_write(f"{kind}.forward", full_name)
 
     def describe(self, tensors: Iterable[Tensor]) -> str:
         """Dotted names of the parameters behind `tensors`."""
@@ -271,8 +250,8 @@ class Marks:
     def where(self, tensors: Iterable[Tensor]) -> str:
         """` (in encoder.proj, a GatedLinear)` for the first parameter behind `tensors`."""
         for key in sorted(frozenset().union(*map(self.roots, tensors)), key=lambda key: self.names[key]):
-            path, module = self.owners[key]
-            return f" (in {path or 'the model itself'}, {with_article(type(module).__name__)})"
+            path, kind = self._members.owners[key]
+            return f" (in {path or 'the model itself'}, {with_article(kind)})"
         return ""
 
 

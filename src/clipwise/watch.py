@@ -89,9 +89,12 @@ class Watch(TorchFunctionMode):
         marks, tape = self.tape.marks, self.tape
         for value in values:
             if isinstance(value, Tensor):
-                kind = marks.kind(value)
                 if marks.has_stale:
                     marks.refuse_stale(value)
+                elif marks.is_activation(value):
+                    example = True
+                    continue
+                kind = marks.kind(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
                     marks.mark_constant(value)  # a table of indices that a module has cached outside itself
                 elif kind == EXAMPLE:
@@ -127,7 +130,8 @@ class Watch(TorchFunctionMode):
         else:
             if not tape.is_looking_back:
                 tape.moves.note(trait.name, args, kwargs, marks)
-            marks.mark_example(result)
+            if type(result) is not Tensor or not result.requires_grad:
+                marks.mark_example(result)
         if not tape.depth:
             self.note(func, trait, args, kwargs, result)
         return result
