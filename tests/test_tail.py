@@ -206,12 +206,17 @@ def test_what_is_measured_in_other_ways_is_not_recorded(replays):
     assert not replays
 
 
-def test_a_model_that_needs_much_room_is_not_recorded(replays, monkeypatch):
-    monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 100)
+@pytest.mark.parametrize("room", [100, 3000])
+def test_a_model_that_needs_much_room_is_not_recorded(room, replays, monkeypatch):
+    """Nor are its gradients kept until all of them are there, if they alone tell that (1440 bytes; with the inputs of the layers 3528)."""
+    monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: room)
+    kept = []
+    honest = tails.arrivals_at
+    monkeypatch.setattr(tails, "arrivals_at", lambda *args: kept.append(1) or honest(*args))
     model = mlp(12, (8, 9), 3).double()
     for _ in range(STEPS):
         step(model, examples(9, 12), torch.randint(0, 3, (9,)))
-    assert not replays
+    assert not replays and len(kept) == (room == 3000)
 
 
 def test_room_for_a_recording(monkeypatch):

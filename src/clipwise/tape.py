@@ -62,6 +62,7 @@ class Tape:
         self.switch = Switch()
         self.trail = 0  # hash of the calls seen so far
         self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
+        self.reaching = 0  # bytes of the gradients that will reach them
         self.taps_of: Counter[int] = Counter()  # taps of a parameter
         self.writes_parameters = False  # the forward pass changes parameters
         self.moves = Moves()  # rows that may have been moved as the data says

@@ -258,6 +258,7 @@ class Watch(TorchFunctionMode):
         recorded, kept = self._recorded(use, rule)
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
         tape.created[key] = output.shape
+        tape.reaching += output.nbytes
         tape.taps_of.update(tape.marks.keys_of(use.tracked))
         return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
 

@@ -83,8 +83,8 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped |
     kind = tails.kind((way, unit, losses.dtype, losses.device, tf32_in_use(), torch.are_deterministic_algorithms_enabled()))
     kind.sizes.add(len(losses))
     kind.steps += 1
-    if kind.tail is None and not tails.may_record(kind):
-        return None
+    if kind.tail is None and not (tails.may_record(kind) and _has_room(kind, tape, losses, tape.reaching)):
+        return None  # a large model's gradients are let go as they come
     experience.steps += 1
     arrivals = arrivals_at(tape, losses)
     check_heard(tape, losses, [record for record, _, _ in arrivals])
@@ -98,7 +98,7 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped |
         tail = kind.tail if kind.tail is not None and kind.tail.fits(arrivals, layouts, losses, tape.marks) else None
         if tail is None and tails.may_record(kind):
             tails.count(kind)
-            tail = kind.tail = _recorded(kind.rows(), tape, arrivals, layouts, losses.detach(), unit)
+            tail = kind.tail = _recorded(kind, tape, arrivals, layouts, losses.detach(), unit)
             kind.looked_at = 0
         if tail is not None and kind.looked_at != verified:
             kind.looked_at = verified
@@ -118,16 +118,23 @@ def _may_be_recorded(tape: Tape, losses: Tensor, clipping: Clipping) -> bool:
     )
 
 
+def _has_room(kind: _Kind, tape: Tape, losses: Tensor, reached: int) -> bool:
+    """Whether a recording with inputs of so many bytes, for these losses, is small enough; if not, no other is tried for such steps."""
+    parameters = sum(parameter.nbytes for parameter in tape.marks.trainable().values())
+    if reached * kind.rows() <= len(losses) * room_for_recording(losses.device, parameters):
+        return True
+    kind.attempts = _ATTEMPTS
+    return False
+
+
 def _recorded(
-    rows: int, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping
+    kind: _Kind, tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping
 ) -> Tail | None:  # fmt: skip
     """A recording for steps of this kind, or None where it cannot be made or would take too much memory."""
-    reached = sum(tensor.numel() * tensor.element_size() for _, grad, kept in arrivals for tensor in (grad, *kept))
-    parameters = sum(parameter.numel() * parameter.element_size() for parameter in tape.marks.trainable().values())
-    if reached * rows / len(losses) > room_for_recording(losses.device, parameters):
+    if not _has_room(kind, tape, losses, sum(tensor.nbytes for _, grad, kept in arrivals for tensor in (grad, *kept))):
         return None
     try:
-        return Tail(tape, arrivals, layouts, losses, clipping, rows)
+        return Tail(tape, arrivals, layouts, losses, clipping, kind.rows())
     except Exception:  # the step is made as always: a recording only saves time
         return None
 
