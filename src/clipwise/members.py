@@ -55,10 +55,9 @@ _found: weakref.WeakKeyDictionary[nn.Module, tuple[list[Walk], list[Any], Member
 def members_of(modules: Sequence[nn.Module]) -> Members:
     walks, roots = map(list, zip(*map(walked, modules)))
     held = [
-        (*module._parameters, *map(id, module._parameters.values()), None, *module._buffers, *map(id, module._buffers.values()))
+        [(name, id(tensor)) for members in (module._parameters, module._buffers) for name, tensor in members.items()]
         for root in roots
         for _, module in root
-        if module._parameters or module._buffers
     ]
     found = _found.get(modules[0])
     if found is not None and len(found[0]) == len(walks) and all(map(_is_same, found[0], walks)) and found[1] == held:
