@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import WrongDraw
@@ -89,10 +90,12 @@ class Draws:
         """Whether the row at hand stands for an empty draw."""
         return self.current is not None and self.current.size == 0
 
-    def check_memory(self, storages: set[StorageWeakRef]) -> None:
-        """Losses must not come from a batch whose turn it is not."""
-        for later in list(self._waiting)[1:]:
-            if not storages.isdisjoint(later.storages):
+    def check_memory(self, tensors: Iterable[Tensor]) -> None:
+        """Losses of these must not come from a batch whose turn it is not."""
+        later_ones = list(self._waiting)[1:]
+        theirs = set(storages(tensors)) if later_ones else set()
+        for later in later_ones:
+            if not theirs.isdisjoint(later.storages):
                 raise WrongDraw(
                     "these losses come from a batch that was handed out after one that no step was taken for.",
                     "A step for every batch, in their order; private.discard(draw=True) gives one up.",
@@ -129,7 +132,7 @@ class CallersDraws:
     def consume(self) -> None:
         return None
 
-    def check_memory(self, storages: set[StorageWeakRef]) -> None:
+    def check_memory(self, tensors: Iterable[Tensor]) -> None:
         pass
 
     def check_room(self, entries: int, more: int) -> None:

@@ -72,4 +72,5 @@ _experience: weakref.WeakKeyDictionary[nn.Module, Experience] = weakref.WeakKeyD
 
 
 def experience_of(modules: Sequence[nn.Module]) -> Experience:
-    return _experience.setdefault(modules[0], Experience())
+    found = _experience.get(modules[0])
+    return _experience.setdefault(modules[0], Experience()) if found is None else found

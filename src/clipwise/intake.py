@@ -13,7 +13,7 @@ from .collect import check_losses
 from .deferred import check_deferred
 from .draws import CallersDraws, Draw, Draws
 from .errors import LossIndependent, NothingClipped
-from .footprints import Footprint, check_new_rows, footprints, storages
+from .footprints import Footprint, check_new_rows, footprints
 from .handout import handed_out
 from .marks import EXAMPLE
 from .methods import Clipped
@@ -74,7 +74,7 @@ class Intake:
 
     def rows_due(self, inputs: Sequence[Tensor]) -> int:
         """How many rows the draw that is due has, of a batch with these inputs."""
-        self.draws.check_memory(set(storages(inputs)))
+        self.draws.check_memory(inputs)
         if self.draws.current is not None:
             return self.draws.current.rows
         return next((len(tensor) for tensor in inputs if tensor.dim()), 0)
@@ -96,7 +96,7 @@ class Intake:
         rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
         if draw is not None:
             tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
-            self.draws.check_memory(set(storages(tensors)))
+            self.draws.check_memory(tensors)
             rows += footprints(tensors, len(losses), draw.storages)
         check_new_rows(rows, [*self.pending.rows, *self._recent])
         return rows

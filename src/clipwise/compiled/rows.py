@@ -83,6 +83,8 @@ def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
 
 def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:
     """The rows start … stop-1 of every tensor that has rows, filled up with copies of the first of them."""
+    if stop - start == rows and all(not is_one or len(leaf) == rows for leaf, is_one in zip(leaves, has_rows)):
+        return list(leaves)
     return [_filled(leaf[start:stop], rows) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
 
 
