@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--longest 8192] [--largest 256]
 
-(On a CPU sequences end at 2048 unless --longest says otherwise: 8192 take half an hour.) A language model of two layers. Operations are those of FlopCounterMode, the same on any machine; milliseconds are medians.
+(On a CPU sequences end at 2048 unless --longest says otherwise: 8192 take some minutes.) A language model of two layers. Operations are those of FlopCounterMode, the same on any machine; milliseconds are medians.
 """
 
 from __future__ import annotations
