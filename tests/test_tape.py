@@ -521,3 +521,35 @@ def test_only_what_a_module_made_stays_constant():
             model(torch.randn(5, 3))
             mine = [torch.arange(5) for _ in range(60)]
         assert not any(map(is_declared_constant, mine))
+
+
+def test_what_other_streams_leave_is_waited_for(monkeypatch):
+    """Stand-ins for streams: functions of two of them hand over, the caller works on a third, and on another device."""
+    from clipwise.streams import Streams
+
+    class Stream:
+        def __init__(self, device):
+            self.device, self.waited_for = device, []
+
+        def wait_stream(self, other):
+            self.waited_for.append(other)
+
+    class OnGpu:
+        is_cuda = True
+
+        def __init__(self, device):
+            self.device = device
+
+    side, other_side, here, there = Stream(0), Stream(0), Stream(0), Stream(1)
+    current = {0: here, 1: there}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    streams = Streams()
+    streams.note(torch.zeros(2))  # on the host
+    for stream in (here, side, other_side, side):
+        current[0] = stream
+        streams.note(OnGpu(0))
+    streams.note(OnGpu(1))
+    current[0] = here
+    streams.join()
+    assert set(here.waited_for) == {side, other_side} and len(here.waited_for) == 2
+    assert not there.waited_for and not side.waited_for

@@ -21,11 +21,10 @@ from .marks import EXAMPLE, Marks
 from .modes import lowest
 from .moving import Moves
 from .program import ROOM, ProgramCall, RootCall, drop_dead
+from .streams import Receive, Streams
 from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
 from .watch import Watch
-
-Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
 
 
 class Pause:
@@ -152,7 +151,8 @@ class Tape:
         The tape is on meanwhile, to see what is computed again, unless the way is `known` and nothing in it is.
         """
         before = {} if known else {name: _stamp(parameter.grad) for name, parameter in self.marks.trainable().items()}
-        self.switch.receive = receive
+        streams = Streams()
+        self.switch.receive = receive if receive is None or not losses.is_cuda else streams.noting(receive)
         targets = [self.anchor, *inputs] if receive is not None or not inputs else list(inputs)
         try:
             with self.pause() if known and not self.computes_again else self.looking_back():
@@ -165,6 +165,7 @@ class Tape:
             raise
         finally:
             self.switch.receive = None
+        streams.join()
         self._check_untouched(before)
         return list(found[len(targets) - len(inputs) :])
 

@@ -1,0 +1,40 @@
+"""A backward pass on a GPU runs every function on the stream that its forward pass ran on; what it leaves is read on the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .taps import Record
+
+Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
+
+
+class Streams:
+    """The streams on which something was handed over."""
+
+    def __init__(self) -> None:
+        self._heard: set[torch.cuda.Stream] = set()
+
+    def noting(self, receive: Receive) -> Receive:
+        """`receive`, and the stream it was called on is noted."""
+
+        def noted(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+            receive(record, grad, kept)
+            self.note(grad)
+
+        return noted
+
+    def note(self, tensor: Tensor) -> None:
+        """This tensor was made on the stream that is current now, on this thread."""
+        if tensor.is_cuda:
+            self._heard.add(torch.cuda.current_stream(tensor.device))
+
+    def join(self) -> None:
+        """What the caller's streams do from now on comes after all of it."""
+        for stream in self._heard:
+            here = torch.cuda.current_stream(stream.device)
+            if here != stream:
+                here.wait_stream(stream)
