@@ -451,3 +451,23 @@ def test_the_tail_of_an_eager_step_is_replayed(name, low, monkeypatch):
         difference = sum(float((found.sums[name] - total).square().sum()) for name, total in expected.sums.items()) ** 0.5
         assert difference <= (3e-2 if low else 2e-3) * 0.3 * size
     assert any(kind.tail is not None for kind in experience_of([model]).tails.kinds.values())
+
+
+def test_a_branch_on_another_stream():
+    """Autograd runs its backward pass there; what reaches the taps is read after it."""
+    side = torch.cuda.Stream()
+
+    def branches(net, x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            heavy = net.a(x)
+            for _ in range(20):
+                heavy = torch.tanh(heavy @ net.mixing)
+        torch.cuda.current_stream().wait_stream(side)
+        return heavy + net.b(x)
+
+    model = Net(branches, a=nn.Linear(32, 512), b=nn.Linear(32, 512)).double().cuda()
+    model.register_buffer("mixing", torch.eye(512, dtype=torch.float64, device="cuda"))
+    x = examples(6, 32).cuda()
+    for _ in range(20):
+        assert_exact(model, x)
