@@ -1,6 +1,8 @@
 """The tail of an eager step as a recording: same numbers, whatever the batch. Graphs need a GPU (test_cuda.py); here a stand-in replays."""
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -416,3 +418,18 @@ def test_a_number_of_another_type_does_not_stop_a_step(replays):
     model.eps = numpy.float32(1e-3)
     x, y = examples(9, 12), torch.randint(0, 3, (9,))
     assert_same(step(model, x, y)[0], without_tail(model, x, y))
+
+
+def test_a_training_that_is_closed_holds_no_recordings(replays):
+    model = mlp(12, (8, 9), 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = cw.PrivacyPlan(dataset_size=60, batch_size=9, steps=30, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=0.5)
+    with cw.PrivateTraining(model, optimizer, plan, own_batches=True) as private:
+        for _ in range(STEPS):
+            private.loss(losses_of(model, examples(9, 12), torch.randint(0, 3, (9,)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (recording,) = [weakref.ref(kind.tail) for kind in experience_of([model]).tails.kinds.values()]
+    del private
+    gc.collect()
+    assert replays and recording() is None

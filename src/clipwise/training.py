@@ -234,6 +234,7 @@ class PrivateTraining:
         self._intake.block.remove()
         self._updates.remove()
         self.ledger.close()
+        experience_of(self._modules).tails = None  # recordings hold memory of the device
 
     def __enter__(self) -> PrivateTraining:
         return self
