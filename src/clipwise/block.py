@@ -35,12 +35,14 @@ class Block:
         hooks = []
         for root in self.modules:
             for module in root.modules():
-                hooks.append(module.register_forward_pre_hook(_Opening(self), prepend=True))
+                hooks.append(module.register_forward_pre_hook(_Hook(self.open), prepend=True))
             hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
         self._hooks = hooks
 
     def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module is about to run."""
+        """A module is about to run. Inside one that is watched there is nothing to do."""
+        if self._tape is not None and self._tape.depth:
+            return
         if self._asleep or not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
@@ -103,30 +105,14 @@ def _compiled() -> UncoveredUse:
     )
 
 
-class _Uncopied:
+class _Hook:
     """A hook that copies and pickles of the module do not take along: in them it is a function of the standard library that does nothing."""
 
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Hook(_Uncopied):
     def __init__(self, function: Any):
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
-
-class _Opening(_Uncopied):
-    """Before every module; inside one that is watched there is nothing to do."""
-
-    __slots__ = ("_block",)
-
-    def __init__(self, block: Block):
-        self._block = block
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        tape = self._block._tape
-        if tape is None or not tape.depth:
-            self._block.open(module, args)
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")

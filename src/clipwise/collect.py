@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -44,49 +46,55 @@ def _shape_repair(losses: object) -> str:
 _INDEPENDENT_REPAIR = "Compute them inside capture() with gradients enabled, from a model with trainable parameters (not under torch.no_grad(), not detached)."
 
 
-def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False) -> ExampleGradients:
-    """The gradients of every example. `keep_graph` leaves the graph usable for another backward pass."""
+@dataclass(frozen=True)
+class Route:
+    """How the losses were computed, as a number, and where the examples lie at each tap, if that was verified for all of them."""
+
+    way: int
+    layouts: dict[int, Layout] | None
+
+
+def route_to(tape: Tape, losses: Tensor) -> Route:
+    way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
+    known = tape.experience.layouts.get(way, {})
+    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
+    return Route(way, known if fits else None)
+
+
+def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False, route: Route | None = None) -> ExampleGradients:
+    """The gradients of every example. `keep_graph` leaves the graph usable for another backward pass. `route`: where it was looked for already."""
     check_losses(tape, losses)
     tape.marks.check_buffers()
     found = tape.recall(losses)
     if found is None:
-        found = _collect_few(tape, losses, keep_graph) if len(losses) < 2 else _collect(tape, losses, keep_graph)
+        found = (
+            _collect_few(tape, losses, keep_graph)
+            if len(losses) < 2
+            else _collect(tape, losses, keep_graph, route or route_to(tape, losses))
+        )
         if keep_graph:
             tape.remember(losses, found)
     return found
 
 
-def _collect(tape: Tape, losses: Tensor, keep_graph: bool) -> ExampleGradients:
+def _collect(tape: Tape, losses: Tensor, keep_graph: bool, route: Route) -> ExampleGradients:
     """One backward pass to the taps. Where the way to the losses is not known, others come before it."""
-    way = way_to(tape, losses)
-    known = known_layouts(tape, losses, way)
+    known = route.layouts
     if tape.experience.is_time_to_look_again() or known is None:
         nodes = check_coverage(losses, tape.marks)
         with repeatable_kernels():
             first = listen(tape, losses)
             check_heard(tape, losses, [heard.record for heard in first])
-            return verified_gradients(tape, losses, first, way, nodes, keep_graph)
+            return verified_gradients(tape, losses, first, route.way, nodes, keep_graph)
     gradients, heard = evaluate(tape, losses, lambda record: known[record.key], keep_graph=keep_graph, known=True)
     check_heard(tape, losses, heard)
     return gradients
 
 
-def way_to(tape: Tape, losses: Tensor) -> int:
-    """A number for how the losses were computed."""
-    return hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
-
-
-def known_layouts(tape: Tape, losses: Tensor, way: int) -> dict[int, Layout] | None:
-    """Where the examples lie at each tap, if that was verified for all of them."""
-    known = tape.experience.layouts.get(way, {})
-    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
-    return known if fits else None
-
-
 def collect_for_graph(tape: Tape, losses: Tensor) -> ExampleGradients:
     """The gradients of every example while they are traced: by layouts that eager steps have verified, or not at all."""
     check_losses(tape, losses)
-    known = known_layouts(tape, losses, way_to(tape, losses))
+    known = route_to(tape, losses).layouts
     if known is None or not tape.created:
         raise NotTraceable(
             "where the examples lie in this model could only be measured, batch by batch, or its forward pass takes another way when it is traced."

@@ -49,6 +49,7 @@ def walked(root: nn.Module) -> tuple[Walk, list[tuple[str, nn.Module]]]:
 
 
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As root.named_modules()."""
     return walked(root)[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,6 @@ class Members:
         self.owners: dict[int, tuple[str, str]] = {}  # path and class of the module that holds a parameter
         self.labels: dict[int, tuple[str, int]] = {}  # name and module: what a tap is known by from step to step
         self.state: dict[int, Tensor] = {}  # parameters and buffers: what is released with the model
-        self.state_names: dict[int, str] = {}
         self.buffers: list[tuple[str, str, dict[str, Tensor | None], str, Tensor | None]] = []  # name, class, where, name there, the buffer
         for number, modules in enumerate(roots):
             for prefix, module in modules:
@@ -31,28 +31,26 @@ class Members:
                     if parameter is not None and id(parameter) not in self.parameters:
                         key = id(parameter)
                         self.parameters[key] = self.state[key] = parameter
-                        self.names[key] = self.state_names[key] = dot + name
+                        self.names[key] = dot + name
                         self.owners[key] = path, type(module).__name__
                         self.labels[key] = dot + name, serial_of(module)
                 for name, buffer in module._buffers.items():
                     self.buffers.append((dot + name, type(module).__name__, module._buffers, name, buffer))
                     if buffer is not None:
                         self.state[id(buffer)] = buffer
-                        self.state_names[id(buffer)] = dot + name
 
     def storages(self) -> dict[int, str]:
         """{where a tensor's memory begins: its name}"""
-        return {
-            tensor.untyped_storage().data_ptr(): self.state_names[key]
-            for key, tensor in self.state.items()
-            if not nn.parameter.is_lazy(tensor) and tensor.numel()
-        }
+        named = [(self.names[key], parameter) for key, parameter in self.parameters.items()]
+        named += [(name, buffer) for name, _, _, _, buffer in self.buffers if buffer is not None]
+        return {tensor.untyped_storage().data_ptr(): name for name, tensor in named if not nn.parameter.is_lazy(tensor) and tensor.numel()}
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[list[Walk], list[Any], Members]] = weakref.WeakKeyDictionary()
 
 
 def members_of(modules: Sequence[nn.Module]) -> Members:
+    """Of these modules and those below them, as they are now."""
     walks, roots = map(list, zip(*map(walked, modules)))
     held = [
         [(name, id(tensor)) for members in (module._parameters, module._buffers) for name, tensor in members.items()]
@@ -60,12 +58,8 @@ def members_of(modules: Sequence[nn.Module]) -> Members:
         for _, module in root
     ]
     found = _found.get(modules[0])
-    if found is not None and len(found[0]) == len(walks) and all(map(_is_same, found[0], walks)) and found[1] == held:
+    if found is not None and len(found[0]) == len(walks) and all(map(operator.is_, found[0], walks)) and found[1] == held:
         return found[2]
     members = Members(roots)
     _found[modules[0]] = walks, held, members  # which keeps the tensors, so that no id is another's
     return members
-
-
-def _is_same(first: Walk, second: Walk) -> bool:
-    return first is second

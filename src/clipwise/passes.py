@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,3 +83,12 @@ def arrivals_at(tape: Tape, losses: Tensor) -> list[Arrival]:
     found: list[Arrival] = []
     tape.backward(losses, torch.ones_like(losses), lambda *arrival: found.append(arrival), retain_graph=False, known=True)
     return found
+
+
+def gradients_from(tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor) -> ExampleGradients:
+    """The gradients of every example from what has reached the taps, of which nothing else will be asked."""
+    gradients = ExampleGradients(tape, len(losses), losses.device, is_known=True, is_last=True)
+    for (record, grad, kept), layout in zip(arrivals, layouts):
+        gradients.add(record, grad, kept, layout)
+    gradients.finish()
+    return gradients

@@ -44,8 +44,8 @@ class _Placed:
     """Where the examples lie at each tap, which of these layouts are proven, and what else the passes have told."""
 
     places: dict[int, Layout | Table]  # by id of the tap's record, as everything about taps here
-    keys: dict[int, int]
-    proven: dict[int, int]  # its key
+    keys: dict[int, int]  # by which a tap is known from step to step
+    proven: set[int]
     quiet: list[int]  # keys of taps whose zero was tried with other weights
     shapes: dict[int, torch.Size]
     most_terms: int
@@ -88,7 +88,7 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
     placed = _Placed(
         {},
         {id(one.record): one.record.key for one in heard},
-        {},
+        set(),
         [m.record.key for m in quiet],
         {id(one.record): one.grad.shape for one in heard},
         _most_terms(heard),
@@ -111,7 +111,7 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
             if layout is not None:
                 placed.places[id(record)] = layout
                 if certain:
-                    placed.proven[id(record)] = record.key
+                    placed.proven.add(id(record))
     unsettled = [m for m in moving if id(m.record) not in placed.places]
     if unsettled:
         for weights in codes.weights(losses.detach()):
@@ -207,5 +207,5 @@ def _remember(tape: Tape, batch: int, way: int, placed: _Placed) -> None:
     if experience.examples_tried < _ENOUGH_EXAMPLES or tape.moves.may_move_rows(batch, row_axes):
         return
     experience.zeros.update((way, key) for key in placed.quiet)
-    layouts = {key: placed.places[tap] for tap, key in placed.proven.items()}
+    layouts = {placed.keys[tap]: placed.places[tap] for tap in placed.proven}
     experience.layouts.setdefault(way, {}).update({key: place for key, place in layouts.items() if isinstance(place, Layout)})

@@ -26,7 +26,7 @@ def default_rows(plan: PrivacyPlan) -> int:
     if plan.sampler in ("fixed_size", "shuffle"):
         return plan.batch_size
     room = math.ceil(plan.batch_size + 2 * math.sqrt(plan.batch_size))
-    room = -(-room // _MULTIPLE) * _MULTIPLE
+    room = to_multiple(room)
     return min(room, plan.max_batch_size or room, plan.dataset_size)
 
 
@@ -75,10 +75,16 @@ def _may_have_rows(leaf: Any, count: int) -> bool:
 def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
     """The same shapes with numbers that nobody's record had a part in, where they are real numbers; integers (labels, tokens) stay."""
     dice = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(leaf.shape, generator=dice).to(leaf) if is_one and leaf.is_floating_point() else leaf
-        for leaf, is_one in zip(leaves, has_rows)
-    ]
+    return [nobodys(leaf, dice) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
+
+
+def nobodys(tensor: Tensor, dice: torch.Generator) -> Tensor:
+    """As many numbers that nobody's record had a part in; integers stay."""
+    return torch.randn(tensor.shape, generator=dice).to(tensor) if tensor.is_floating_point() else tensor
+
+
+def to_multiple(rows: int) -> int:
+    return -(-rows // _MULTIPLE) * _MULTIPLE
 
 
 def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:

@@ -9,6 +9,7 @@ copied to where the graph reads it. A batch with fewer rows than the graph has l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +18,18 @@ import torch
 from torch import Tensor
 
 from ..clipping import Clipping
-from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..marks import Marks
 from ..methods.base import Clipped, value_of
 from ..numerics import accumulation_dtype, without_autocast
-from ..passes import Arrival
+from ..passes import Arrival, gradients_from
 from ..structure import map_values
 from ..tape import Tape
 from ..taps import Slot
 from ..tracing import NotTraceable
 from .agreement import agree, coarsest
 from .recording import recorded
-from .rows import mask
+from .rows import mask, nobodys
 from .trace import graph_of, masked_sums
 
 Eagerly = Callable[[Sequence[Arrival], Tensor], Clipped]
@@ -98,6 +98,8 @@ class Tail:
         self._layouts = list(layouts)
         self._essences = [essence(arrival, tape.marks) for arrival in arrivals]
         self._like = [(tensor.dtype, tensor.device) for tensor in tensors]
+        dtypes = [dtype for dtype, _ in self._like]  # kernels that copy many at once want one type
+        self._alike = [[place for place, mine in enumerate(dtypes) if mine == dtype] for dtype in dict.fromkeys(dtypes)]
         self._rows = [*(rows for arrival, layout in zip(arrivals, layouts) for rows in _each_tensor(arrival, layout, batch)), Rows(0, 1)]
         self.can_be_filled_up = None not in self._rows
         self.rows = rows if self.can_be_filled_up else batch
@@ -122,14 +124,10 @@ class Tail:
 
         def clipped_sums(*inputs: Tensor) -> list[Tensor]:
             *tensors, losses, real, inverse_square = inputs
-            gradients = ExampleGradients(tape, self.rows, losses.device, is_known=True, is_last=True)
+            given = iter(tensors)
+            traced = [(record, next(given), tuple(itertools.islice(given, size))) for (record, _, _), size in zip(arrivals, sizes)]
             with tape.pause():
-                for (record, _, _), layout, size in zip(arrivals, self._layouts, sizes):
-                    grad, *kept = tensors[: size + 1]
-                    del tensors[: size + 1]
-                    gradients.add(record, grad, tuple(kept), layout)
-                gradients.finish()
-                found = masked_sums(gradients, tape, losses, self._clipping, real, inverse_square)
+                found = masked_sums(gradients_from(tape, traced, self._layouts, losses), tape, losses, self._clipping, real, inverse_square)
             self._names = list(found.sums)
             value = value_of(found.weights, found.finite, losses.to(accumulation_dtype(losses.dtype)))
             return [*found.sums.values(), value, found.weights, found.finite]
@@ -171,7 +169,7 @@ class Tail:
             if place is _WHOLE:
                 return tensor
             part = tensor if place is None else place.part(tensor, 0, count)
-            return torch.randn(part.shape, generator=dice).to(part) if part.is_floating_point() else part
+            return nobodys(part, dice)
 
         places = iter(self._rows)
         others = [
@@ -201,9 +199,9 @@ class Tail:
     def _fill(self, tensors: Sequence[Tensor], count: int) -> None:
         """Put a batch in place, and zeros where the one before it was longer."""
         with torch.no_grad():
-            for dtype in dict.fromkeys(dtype for dtype, _ in self._like):  # kernels that copy many at once want one type
-                alike = [place for place, (mine, _) in enumerate(self._like) if mine == dtype]
-                torch._foreach_copy_([self._where(count)[place] for place in alike], [tensors[place].detach() for place in alike])
+            views = self._where(count)
+            for alike in self._alike:
+                torch._foreach_copy_([views[place] for place in alike], [tensors[place].detach() for place in alike])
             if count != self._filled:
                 for buffer, place in zip(self._buffers, self._rows) if count < self._filled else ():
                     if place is not None and place is not _WHOLE:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..clipping import Clipping, Flat, is_fixed
-from ..collect import check_heard, check_losses, known_layouts, way_to
-from ..gradients import ExampleGradients
+from ..collect import Route, check_heard
 from ..layout import Layout
 from ..methods.base import Clipped, from_factors
 from ..numerics import tf32_in_use
-from ..passes import Arrival, arrivals_at
+from ..passes import Arrival, arrivals_at, gradients_from
 from ..planner import room_for_recording
 from ..tape import Tape
 from ..tracing import is_tracing
+from .rows import to_multiple
 from .tail import Eagerly, Tail
 
 _PATIENCE = 6  # steps of one kind before it is worth a recording
@@ -40,7 +40,7 @@ class _Kind:
     def rows(self) -> int:
         """For the next recording: of batches that vary in size, some will be larger than those so far."""
         largest = max(self.sizes)
-        return largest if len(self.sizes) == 1 else -(-math.ceil(largest + math.sqrt(largest)) // 8) * 8
+        return largest if len(self.sizes) == 1 else to_multiple(math.ceil(largest + math.sqrt(largest)))
 
 
 class Tails:
@@ -65,26 +65,20 @@ class Tails:
         self._attempts += 1
 
 
-def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped | None:
+def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping, route: Route) -> Clipped | None:
     """The clipped sums by a recording, or None: nothing has been done yet, and the step is to be made as always."""
     experience = tape.experience
-    if not _may_be_recorded(tape, losses, clipping) or experience.will_look_again:
-        return None
-    check_losses(tape, losses)
-    tape.marks.check_buffers()
-    if tape.recall(losses) is not None:
-        return None
-    way = way_to(tape, losses)
-    known = known_layouts(tape, losses, way)
-    if known is None:
+    known = route.layouts
+    if known is None or not _may_be_recorded(tape, losses, clipping):
         return None
     tails = experience.tails = experience.tails or Tails()
     unit, bound = (Flat(1.0), clipping.bound) if isinstance(clipping, Flat) else (clipping, 1.0)
-    kind = tails.kind((way, unit, losses.dtype, losses.device, tf32_in_use(), torch.are_deterministic_algorithms_enabled()))
+    kind = tails.kind((route.way, unit, losses.dtype, losses.device, tf32_in_use(), torch.are_deterministic_algorithms_enabled()))
     kind.sizes.add(len(losses))
     kind.steps += 1
     if kind.tail is None and not (tails.may_record(kind) and _has_room(kind, tape, losses, tape.reaching)):
         return None  # a large model's gradients are let go as they come
+    tape.marks.check_buffers()
     experience.steps += 1
     arrivals = arrivals_at(tape, losses)
     check_heard(tape, losses, [record for record, _, _ in arrivals])
@@ -92,7 +86,7 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped |
     verified = experience.steps.bit_length()  # the model is verified on steps 1, 2, 4, 8 …
 
     def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
-        return _eagerly(tape, arrivals, layouts, losses, clipping)
+        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
 
     with tape.pause():
         tail = kind.tail if kind.tail is not None and kind.tail.fits(arrivals, layouts, losses, tape.marks) else None
@@ -109,11 +103,12 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped |
 
 
 def _may_be_recorded(tape: Tape, losses: Tensor, clipping: Clipping) -> bool:
-    """Whether all that follows the backward pass depends on what reached the taps alone."""
+    """Whether all that follows the backward pass depends on what reached the taps alone, and the model is not verified in this step."""
     return (
-        losses.dim() == 1
-        and len(losses) > 1
+        len(losses) > 1
         and is_fixed(clipping)
+        and not tape.experience.will_look_again
+        and tape.recall(losses) is None
         and not (tape.needs_graph or tape.computes_again or tape.fallback or is_tracing())
     )
 
@@ -144,11 +139,3 @@ def _is_right(tail: Tail, arrivals: Sequence[Arrival], losses: Tensor, bound: fl
         return tail.is_right(arrivals, losses, bound, eagerly)
     except Exception:  # what is wrong with the model will show in the step itself
         return False
-
-
-def _eagerly(tape: Tape, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping) -> Clipped:
-    gradients = ExampleGradients(tape, len(losses), losses.device, is_known=True, is_last=True)
-    for (record, grad, kept), layout in zip(arrivals, layouts):
-        gradients.add(record, grad, kept, layout)
-    gradients.finish()
-    return from_factors(tape, losses, gradients, clipping)

@@ -155,15 +155,14 @@ def trace(
 
 
 def masked_sums(
-    gradients: ExampleGradients, tape: Tape, losses: Tensor, clipping: Clipping, mask: Tensor, inverse_square: Tensor | None = None
+    gradients: ExampleGradients, tape: Tape, losses: Tensor, clipping: Clipping, mask: Tensor, inverse_square: Tensor
 ) -> Clipped:  # fmt: skip
     """What an eager step computes from its factors, in a graph: nothing is fetched, and a row that is not real counts for nothing.
 
     `inverse_square`: norms are measured in units of C, this is 1/C².
     """
-    squares = gradients.squared_norms()
-    if inverse_square is not None:
-        squares = dict(zip(squares, (torch.stack(list(squares.values())) * inverse_square).unbind(0)))
+    found = gradients.squared_norms()
+    squares = dict(zip(found, (torch.stack(list(found.values())) * inverse_square).unbind(0)))
     gradients.forget_terms()
     real = torch.where(mask, losses.double(), float("nan"))
     weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)

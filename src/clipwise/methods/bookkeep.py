@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..clipping import Clipping
-from ..collect import collect
+from ..collect import check_losses, collect, route_to
 from ..tape import Tape
 from ..tracing import can_be_recorded
 from .base import Clipped, from_factors
@@ -13,9 +13,11 @@ from .base import Clipped, from_factors
 
 def bookkeep(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """Backward to the taps once; then Σ ν_i g_i from the same factors that gave ‖g_i‖. Of small models the second half is replayed."""
-    clipped = None
+    clipped = route = None
     if isinstance(losses, Tensor) and can_be_recorded(losses.device):
         from ..compiled.tails import clipped_by_tail  # which builds on this package
 
-        clipped = clipped_by_tail(tape, losses, clipping)
-    return from_factors(tape, losses, collect(tape, losses), clipping) if clipped is None else clipped
+        check_losses(tape, losses)
+        route = route_to(tape, losses)
+        clipped = clipped_by_tail(tape, losses, clipping, route)
+    return from_factors(tape, losses, collect(tape, losses, route=route), clipping) if clipped is None else clipped
