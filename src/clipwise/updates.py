@@ -14,7 +14,7 @@ from .adaptive import Adaptive
 from .clipping import Clipping
 from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
-from .inventory import all_modules, named_modules, parameters_of
+from .members import members_of
 from .noise import draws, noised
 from .pending import Pending
 from .plan import PrivacyPlan
@@ -61,33 +61,19 @@ class Updates:
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
-        everyone = parameters_of(all_modules(self._modules))
-        return list({id(parameter): parameter for parameter in everyone if parameter.requires_grad}.values())
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        several = len(self._modules) > 1
-        for number, root in enumerate(self._modules):
-            for path, module in named_modules(root):
-                prefix = f"{number}." * several + (f"{path}." if path else "")
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        yield prefix + name, parameter
+        return list(self.by_name().values())
 
     def by_name(self) -> dict[str, Tensor]:
         """{name: parameter} of every one that is trainable now, once."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, parameter in self._named():
-            if parameter.requires_grad:
-                found.setdefault(id(parameter), (name, parameter))
-        return dict(found.values())
+        members = members_of(self._modules)
+        return {members.names[key]: parameter for key, parameter in members.parameters.items() if parameter.requires_grad}
 
     @property
     def has_scaler(self) -> bool:
         return self._scaler is not None
 
     def name_of(self, parameter: Tensor) -> str:
-        found = (name for name, candidate in self._named() if candidate is parameter)
-        return next(found, f"a parameter of shape {tuple(parameter.shape)}")
+        return members_of(self._modules).names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
     def check_coverage(self) -> list[Tensor]:
         """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them."""
