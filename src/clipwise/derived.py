@@ -7,8 +7,11 @@ examples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,20 +40,54 @@ def pull_back(weight: Tensor, factor: Factor, marks: Marks) -> tuple[Tensor, Fac
 
 def needs_autograd(weight: Tensor, marks: Marks) -> bool:
     """Whether `pull_back` may stop short of the parameters, so that the graph must outlive the backward pass."""
+    return any(source is None for source, _, _ in _way_back(weight, marks))
+
+
+def path_of(weight: Tensor, marks: Marks) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """What `pull_back` goes by on its way from a weight that needs no autograd, and the numbers of rows it reads there."""
+    places, numbers = [], []
+    for source, ids, how in _way_back(weight, marks):
+        assert source is not None, "needs_autograd was asked before"
+        places.append((how, weight.shape, weight.stride(), weight.storage_offset(), weight.dtype))
+        if ids is not None:
+            numbers.append(ids)
+        weight = source
+    return (*places, marks.labels[id(weight)], weight.shape, weight.stride(), weight.storage_offset(), weight.dtype), numbers
+
+
+def _way_back(weight: Tensor, marks: Marks) -> Iterator[tuple[Tensor | None, Tensor | None, Any]]:
+    """Step by step to the parameter: (what the weight was made of, the rows that were looked up in it, how); (None, None, None) at a dead end."""
     seen_view = False
     while id(weight) not in marks.parameters:
         derived = marks.derived(weight)
+        source: Tensor | None = None
+        ids: Tensor | None = None
+        how: Any = None
         if weight._is_view() and weight._base is not None:
-            weight, seen_view = weight._base, True
-        elif derived is None or derived.func is None:
-            return True
-        elif trait_of(derived.func).copies and (source := _copied(derived)) is not None and not seen_view:
-            weight = source
-        elif (found := _table_and_ids(derived)) is not None:
-            weight = found[0]
-        else:
-            return True
-    return False
+            source, how, seen_view = weight._base, "view", True
+        elif derived is not None and derived.func is not None:
+            if trait_of(derived.func).copies and not seen_view:
+                source, how = _copied(derived), derived.func
+            if source is None and (found := _table_and_ids(derived)) is not None:
+                source, ids, padding = found
+                how = derived.func, padding
+        yield source, ids, how
+        if source is None:
+            return
+        weight = source
+
+
+_stand_ins: ContextVar[Mapping[int, Tensor]] = ContextVar("clipwise_stand_ins", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def standing_in(tensors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Inside this block these tensors are read in place of numbers of rows, by their ids."""
+    token = _stand_ins.set(tensors)
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
 
 
 def _through_view(view: Tensor, factor: Factor) -> tuple[Tensor, Factor] | None:
@@ -118,8 +155,11 @@ def _through_lookup(weight: Tensor, factor: Factor, derived: Derived) -> tuple[T
     if found is None:
         return None
     table, ids, padding = found
+    ids = _stand_ins.get().get(id(ids), ids)
     if weight.shape != (*ids.shape, *table.shape[1:]):
         return None
+    if derived.func is torch.Tensor.__getitem__:
+        ids = ids % table.shape[0]  # it counts from the end too
     if isinstance(factor, Dense):
         each = ids.unsqueeze(0).expand(factor.batch, *ids.shape)
         return table, rows_factor(each, factor.grad, table.shape, padding)
@@ -142,7 +182,7 @@ def _table_and_ids(derived: Derived) -> tuple[Tensor, Tensor, int] | None:
     if func is torch.embedding and len(args) == 2 and not kwargs:
         return args[0], args[1], -1
     if func is torch.Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
-        return args[0], args[1] % args[0].shape[0], -1
+        return args[0], args[1], -1
     if func in (torch.index_select, torch.Tensor.index_select) and len(args) == 3 and args[1] == 0:
         return args[0], args[2], -1
     return None

@@ -56,6 +56,11 @@ class Experience:
         """Whether the next step is one of those."""
         return (self.steps + 1) & self.steps == 0
 
+    @property
+    def times_verified(self) -> int:
+        """By the step that was counted last."""
+        return self.steps.bit_length()
+
     def not_rows(self, inputs: Sequence[Tensor], batch: int) -> frozenset[tuple[int, int]]:
         """(id of a tensor, axis) where a length that now equals the batch's was the same when the batch had another size: a feature."""
         found = set()

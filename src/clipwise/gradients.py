@@ -38,7 +38,7 @@ from .pulled import PulledBack, Watching, chunked_gradients
 from .registry import Call
 from .rules.spread import spread_rule
 from .taps import Record
-from .tracing import is_tracing
+from .tracing import is_tracing, is_tracing_in_one
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -74,7 +74,7 @@ class ExampleGradients:
         self._watching = _watching(tape)
         self._device = device
         self._experience = tape.experience
-        decisions = tape.experience.ways_in_graphs if is_tracing() else tape.experience.ways
+        decisions = tape.experience.ways_in_graphs if is_tracing_in_one() else tape.experience.ways
         self._deciding = Deciding(decisions, decisions.budget(device) if is_last else MemoryBudget.on(device), is_known=is_known)
         self._awaited = dict(tape.taps_of) if is_last and not tape.needs_graph and not tape.computes_again else {}  # taps of a parameter
         self._direct: dict[int, list[Factor]] = {}
@@ -258,7 +258,7 @@ class ExampleGradients:
         sums: dict[int, Tensor] = {}
         alike: dict[int, tuple[Tensor, list[int], list[Tensor]]] = {}  # by what they are weighed with
         for key, total in self._sums.items():
-            rows = total.written if clean and not is_tracing() and isinstance(total, FactorSum) else None
+            rows = total.written if isinstance(total, FactorSum) and (clean or is_tracing()) and not is_tracing_in_one() else None
             exact = prepared(names[key], total.dtype if rows is None else rows.dtype, total.device)
             if rows is None:
                 sums[key] = total.weighted_sum(exact, clean=clean)
@@ -267,7 +267,7 @@ class ExampleGradients:
                 keys.append(key)
                 matrices.append(rows)
         for exact, keys, matrices in alike.values():
-            found = weighted_sums_together(matrices, exact)
+            found = weighted_sums_together(matrices, exact, clean=clean)
             sums |= {key: total.view(self._sums[key].shape) for key, total in zip(keys, found)}
         if self._pulled is not None:
             sums |= self._pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self._pulled.inputs.items()})

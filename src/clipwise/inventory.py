@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
+
+from .errors import UncoveredUse
 
 
 class Walk:
@@ -63,3 +66,17 @@ def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     if len(roots) == 1:
         return [module for _, module in named_modules(roots[0])]
     return list({id(module): module for root in roots for _, module in named_modules(root)}.values())
+
+
+def as_modules(model: nn.Module | Sequence[nn.Module], caller: str) -> list[nn.Module]:
+    """One module or several, all of them Python."""
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError(f"{caller}() takes a module or a list of modules, got {model!r}")
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UncoveredUse(
+                f"{type(module).__name__} is a TorchScript module: its torch calls run where no tape can see them.",
+                "Capture the Python module it was made from.",
+            )
+    return modules

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import are_available
-from .tracing import is_tracing, made_once
+from .tracing import is_tracing, is_tracing_in_one, made_once
 
 _UNIT_ROUNDOFF: dict[torch.dtype, float] = {
     torch.float64: 2.0**-53,
@@ -123,7 +123,7 @@ def flat_rows(rows: Tensor) -> Tensor:
 def is_worth_a_kernel(tensor: Tensor, *, eagerly_beyond: float | None = None) -> bool:
     """Whether a kernel of our own reads these numbers sooner than torch: in a graph it costs nothing to start."""
     beyond = _WORTH_A_KERNEL if eagerly_beyond is None else eagerly_beyond
-    return tensor.numel() > (0 if is_tracing() else beyond) and are_available(tensor.device, tensor.dtype)
+    return tensor.numel() > (0 if is_tracing_in_one() else beyond) and are_available(tensor.device, tensor.dtype)
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def scale_rows(rows: Tensor, weights: Tensor, *, clean: bool = False) -> Tensor:
 
 def _is_for_a_kernel(rows: Tensor) -> bool:
     """In a graph alone: there a kernel saves the copies that guard against rows that are not finite."""
-    return is_worth_a_kernel(rows, eagerly_beyond=math.inf)
+    return is_worth_a_kernel(rows, eagerly_beyond=_WORTH_A_KERNEL if is_tracing() else math.inf)
 
 
 def _scaled(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:

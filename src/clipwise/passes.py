@@ -12,6 +12,7 @@ from torch import Tensor
 from .gradients import ExampleGradients
 from .layout import Layout, Table
 from .planner import MemoryBudget
+from .streams import Receive
 from .tape import Tape
 from .taps import Record
 from .tracing import is_tracing, tracing
@@ -30,9 +31,9 @@ class Heard:
 
 
 def evaluate(
-    tape: Tape, losses: Tensor, placement: Placement, *, keep_graph: bool, known: bool
+    tape: Tape, losses: Tensor, placement: Placement, *, keep_graph: bool, known: bool, noting: Receive | None = None
 ) -> tuple[ExampleGradients, list[Record]]:  # fmt: skip
-    """The gradients of every example by one backward pass, and the taps that were heard.
+    """The gradients of every example by one backward pass, and the taps that were heard. `noting` is told what each of them heard.
 
     Unless `keep_graph`, the pass frees what the forward pass kept as it goes: what one tap's factor holds on to takes its place.
     """
@@ -51,6 +52,8 @@ def evaluate(
 
     def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
         heard.append(record)
+        if noting is not None:
+            noting(record, grad, kept)
         if record.output is None:
             with inside():
                 add(record, grad, kept)

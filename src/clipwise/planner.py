@@ -85,6 +85,13 @@ def _free_now(device: torch.device) -> int:
     return max(free, 0) // _CUDA_SHARE
 
 
+def room_for_trial(device: torch.device) -> int:
+    """Bytes that may be taken for a moment while nothing else is computed: what is free, and what is kept for reuse."""
+    if device.type != "cuda":
+        return _CPU_BUDGET
+    return _CUDA_SHARE * _free_now(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def room_for_recording(device: torch.device, parameters: int) -> int:
     """Bytes that the inputs of a recording may take: little beside the model, which has so many bytes of parameters, or beside what is free."""
     share = _free_on(device)

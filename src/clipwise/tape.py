@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .coverage import reentrant_checkpoint
-from .errors import ConsumedTape, Refusal, UncoveredUse, UnseenUse
+from .errors import ConsumedTape, Refusal, UnseenUse
 from .experience import experience_of
+from .inventory import as_modules
 from .kept import remember_examples
 from .marks import EXAMPLE, Marks
 from .modes import lowest
@@ -61,6 +62,7 @@ class Tape:
         self.switch = Switch()
         self.trail = 0  # hash of the calls seen so far
         self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
+        self.taps: list[weakref.ref[Record]] = []  # these
         self.reaching = 0  # bytes of the gradients that will reach them
         self.taps_of: Counter[int] = Counter()  # taps of a parameter
         self.writes_parameters = False  # the forward pass changes parameters
@@ -228,20 +230,6 @@ def _stamp(grad: Tensor | None) -> tuple[int, int] | None:
 
 
 _RUN_AGAIN = "Run the model again inside capture() and use the new losses; per_example_norms may come before clipped_loss, not after."
-
-
-def as_modules(model: nn.Module | Sequence[nn.Module], caller: str) -> list[nn.Module]:
-    """One module or several, all of them Python."""
-    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError(f"{caller}() takes a module or a list of modules, got {model!r}")
-    for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UncoveredUse(
-                f"{type(module).__name__} is a TorchScript module: its torch calls run where no tape can see them.",
-                "Capture the Python module it was made from.",
-            )
-    return modules
 
 
 @contextlib.contextmanager

@@ -21,13 +21,26 @@ class Slot:
         self.example = example
 
 
+Like = (
+    tuple[tuple[torch.Size, torch.dtype], ...] | None
+)  # of what a tap will hand over: its gradient, and what was kept; None: not known yet
+
+
 class Record:
     """One watched call, as the tap behind it remembers it."""
 
-    __slots__ = ("key", "output", "row_axes", "rule", "switch", "upstream", "use")
+    __slots__ = ("__weakref__", "key", "like", "output", "row_axes", "rule", "switch", "upstream", "use")
 
     def __init__(
-        self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None
+        self,
+        use: Use,
+        rule: Rule,
+        row_axes: tuple[int, ...],
+        key: int,
+        switch: Switch,
+        upstream: list[Any],
+        output: Tensor | None,
+        like: Like,
     ):
         self.use = use  # arguments, with a Slot for every kept tensor
         self.rule = rule
@@ -35,6 +48,7 @@ class Record:
         self.key = key  # the path of calls that led here
         self.switch = switch
         self.upstream = upstream  # autograd nodes of the example data that went in
+        self.like = like
         self.output = output  # kept only where the call is differentiated example by example
 
     def restored(self, kept: tuple[Tensor, ...]) -> tuple[Use, list[Tensor]]:

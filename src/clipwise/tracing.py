@@ -27,10 +27,16 @@ class NotTraceable(Exception):
 
 
 _tracing: ContextVar[bool] = ContextVar("clipwise_tracing", default=False)
+_in_steps: ContextVar[bool] = ContextVar("clipwise_tracing_in_steps", default=False)
 
 
 def is_tracing() -> bool:
     return _tracing.get()
+
+
+def is_tracing_in_one() -> bool:
+    """Whether what is traced will be compiled or replayed as a whole: there a kernel costs nothing to start. Else each is started by Python."""
+    return _tracing.get() and not _in_steps.get()
 
 
 def can_be_recorded(device: torch.device) -> bool:
@@ -61,15 +67,20 @@ def outside_graphs() -> AbstractContextManager[Any]:
     """What is computed inside this block is none of the graph's business: its results are constants there."""
     if not is_tracing():
         return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    return disable_proxy_modes_tracing()
+    outside = contextlib.ExitStack()
+    outside.enter_context(disable_proxy_modes_tracing())
+    outside.enter_context(unset_fake_temporarily())
+    return outside
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    token = _tracing.set(True)
+def tracing(*, in_steps: bool = False) -> Iterator[None]:
+    token, other = _tracing.set(True), _in_steps.set(in_steps)
     try:
         yield
     finally:
         _tracing.reset(token)
+        _in_steps.reset(other)

@@ -20,6 +20,7 @@ from .errors import NothingClipped
 from .experience import experience_of
 from .explain import table
 from .intake import Intake
+from .inventory import as_modules
 from .ledger import Ledger
 from .loader import private_loader
 from .ownership import supersede, take_over
@@ -29,7 +30,6 @@ from .randomness import Randomness, named
 from .regularizers import Regularizers
 from .release import can_be_compiled, check_method
 from .sampling import Sampler
-from .tape import as_modules
 from .updates import Release, Updates
 
 if TYPE_CHECKING:

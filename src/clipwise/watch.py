@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -256,8 +257,10 @@ class Watch(TorchFunctionMode):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
         recorded, kept = self._recorded(use, rule)
-        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local)
+        like = None if deposit is not None else tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)])
+        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local, like)
         tape.created[key] = output.shape
+        tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
         tape.taps_of.update(tape.marks.keys_of(use.tracked))
         return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)

@@ -79,8 +79,12 @@ def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
 
 
 def nobodys(tensor: Tensor, dice: torch.Generator) -> Tensor:
-    """As many numbers that nobody's record had a part in; integers stay."""
-    return torch.randn(tensor.shape, generator=dice).to(tensor) if tensor.is_floating_point() else tensor
+    """As many numbers that nobody's record had a part in, laid out alike; integers stay."""
+    return (
+        torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=dice, device=dice.device))
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def to_multiple(rows: int) -> int:

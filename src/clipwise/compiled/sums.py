@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from ..clipping import Clipping, is_fixed
 from ..counts import check_count
 from ..experience import experience_of
-from ..inventory import all_modules, parameters_of
+from ..inventory import all_modules, as_modules, parameters_of
 from ..methods import Clipped
 from ..release import clip
-from ..tape import as_modules, capture
+from ..tape import capture
 from ..tracing import NotTraceable
 from .agreement import agree
 from .rows import Leaves, made_up, mask, part_of

@@ -9,10 +9,8 @@ copied to where the graph reads it. A batch with fewer rows than the graph has l
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +18,16 @@ from torch import Tensor
 from ..clipping import Clipping
 from ..layout import Layout
 from ..marks import Marks
-from ..methods.base import Clipped, value_of
-from ..numerics import accumulation_dtype, without_autocast
-from ..passes import Arrival, gradients_from
-from ..structure import map_values
+from ..methods.base import Clipped
+from ..numerics import without_autocast
+from ..passes import Arrival
 from ..tape import Tape
-from ..taps import Slot
 from ..tracing import NotTraceable
-from .agreement import agree, coarsest
+from .agreement import coarsest
+from .arrivals import Eagerly, are_same, clipped_sums, essence, example_slots
 from .recording import recorded
 from .rows import mask, nobodys
-from .trace import graph_of, masked_sums
-
-Eagerly = Callable[[Sequence[Arrival], Tensor], Clipped]
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+from .trace import graph_of
 
 
 @dataclass(frozen=True)
@@ -61,27 +55,6 @@ def rows_of(layout: Layout, shape: torch.Size, batch: int) -> Rows | None:
     return Rows(axis, length // batch) if length % batch == 0 else None
 
 
-def essence(arrival: Arrival, marks: Marks) -> tuple[Any, ...]:
-    """What a recording takes for granted about a tap, besides the shapes of its tensors: the call, its weights and its numbers."""
-    record = arrival[0]
-
-    def of(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return "slot", value.index, value.example
-        if isinstance(value, Tensor):
-            return marks.labels[id(value)], value.shape, value.dtype
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        raise NotTraceable(f"{type(value).__name__} among the arguments of a watched call may change unnoticed.")
-
-    if not record.rule.trusted or record.output is not None:
-        raise NotTraceable("a rule of the user's may read what changes unnoticed.")
-    if not all(id(weight) in marks.parameters for weight in record.use.tracked):
-        raise NotTraceable("its weights are computed from others.")
-    args, kwargs = record.use.mapped(of)
-    return record.key, id(record.rule), id(record.use.func), args, kwargs
-
-
 class Tail:
     """One recording, for batches of at most `rows` examples; of exactly so many, where the examples of some tap cannot be told apart.
 
@@ -96,11 +69,15 @@ class Tail:
             raise NotTraceable("it lies on several devices.")
         self._clipping = clipping
         self._layouts = list(layouts)
-        self._essences = [essence(arrival, tape.marks) for arrival in arrivals]
+        self._essences = [essence(record, tape.marks) for record, _, _ in arrivals]
         self._like = [(tensor.dtype, tensor.device) for tensor in tensors]
         dtypes = [dtype for dtype, _ in self._like]  # kernels that copy many at once want one type
         self._alike = [[place for place, mine in enumerate(dtypes) if mine == dtype] for dtype in dict.fromkeys(dtypes)]
-        self._rows = [*(rows for arrival, layout in zip(arrivals, layouts) for rows in _each_tensor(arrival, layout, batch)), Rows(0, 1)]
+        each = [
+            _each_tensor(arrival, layout, batch, looks_up=bool(mine[-1]))
+            for arrival, layout, mine in zip(arrivals, layouts, self._essences)
+        ]
+        self._rows = [*(rows for tensors in each for rows in tensors), Rows(0, 1)]
         self.can_be_filled_up = None not in self._rows
         self.rows = rows if self.can_be_filled_up else batch
         self._buffers = [
@@ -115,24 +92,11 @@ class Tail:
         self._fill(tensors, batch)
         inputs = [*self._buffers, self._mask, self._inverse_square]
         with without_autocast():
-            self._graph = graph_of(self._function(tape, arrivals), inputs)  # it holds the constants that a replay reads
+            records, sizes = [record for record, _, _ in arrivals], [1 + len(kept) for _, _, kept in arrivals]
+            function = clipped_sums(tape, records, sizes, layouts, clipping, self._names)
+            self._graph = graph_of(function, inputs)  # it holds the constants that a replay reads
             self._precision = coarsest(self._graph, losses.device)
             self._replay, self._outputs = recorded(self._graph, inputs)
-
-    def _function(self, tape: Tape, arrivals: Sequence[Arrival]) -> Callable[..., list[Tensor]]:
-        sizes = [len(kept) for _, _, kept in arrivals]
-
-        def clipped_sums(*inputs: Tensor) -> list[Tensor]:
-            *tensors, losses, real, inverse_square = inputs
-            given = iter(tensors)
-            traced = [(record, next(given), tuple(itertools.islice(given, size))) for (record, _, _), size in zip(arrivals, sizes)]
-            with tape.pause():
-                found = masked_sums(gradients_from(tape, traced, self._layouts, losses), tape, losses, self._clipping, real, inverse_square)
-            self._names = list(found.sums)
-            value = value_of(found.weights, found.finite, losses.to(accumulation_dtype(losses.dtype)))
-            return [*found.sums.values(), value, found.weights, found.finite]
-
-        return clipped_sums
 
     def fits(self, arrivals: Sequence[Arrival], layouts: Sequence[Layout], losses: Tensor, marks: Marks) -> bool:
         """Whether these are the taps that were recorded, with the examples where they were, and have room."""
@@ -143,7 +107,7 @@ class Tail:
         if not all(tensor.shape == view.shape and kind == (tensor.dtype, tensor.device) for tensor, view, kind in like):
             return False
         try:
-            return self._layouts == list(layouts) and self._essences == [essence(arrival, marks) for arrival in arrivals]
+            return self._layouts == list(layouts) and self._essences == [essence(record, marks) for record, _, _ in arrivals]
         except NotTraceable:
             return False
 
@@ -178,15 +142,7 @@ class Tail:
         ]
         other_losses = made_up(losses, next(places))
         found, expected = self(others, other_losses, bound), eagerly(others, other_losses)
-        weights = [(found.weights.cpu(), expected.weights.cpu())]
-        pairs = [(total, expected.sums[name]) for name, total in found.sums.items() if name in expected.sums]
-        return (
-            len(pairs) == len(found.sums) == len(expected.sums)
-            and bool(found.finite.all())
-            and bool(expected.finite.all())
-            and agree(weights, self._precision, 0.0)
-            and agree(pairs, self._precision, count * self._clipping.sensitivity * bound)
-        )
+        return are_same(found, expected, self._precision, count * self._clipping.sensitivity * bound)
 
     def _where(self, count: int) -> list[Tensor]:
         if count not in self._views:
@@ -217,17 +173,11 @@ def _tensors(arrivals: Sequence[Arrival], losses: Tensor) -> list[Tensor]:
     return [*(tensor for _, grad, kept in arrivals for tensor in (grad, *kept)), losses]
 
 
-def _each_tensor(arrival: Arrival, layout: Layout, batch: int) -> list[Rows | None]:
-    """For the gradient of a tap and what it kept: where their examples lie; None: nobody knows."""
+def _each_tensor(arrival: Arrival, layout: Layout, batch: int, *, looks_up: bool) -> list[Rows | None]:
+    """For the gradient of a tap and what it kept: where their examples lie; None: nobody knows. (A weight that was made of another may have
+    a row for every example.)"""
     record, grad, kept = arrival
-    rows = rows_of(layout, grad.shape, batch)
-    examples: set[int] = set()
-
-    def note(value: Any) -> Any:
-        if isinstance(value, Slot) and value.example:
-            examples.add(value.index)
-        return value
-
-    map_values([record.use.args, list(record.use.kwargs.values())], note)
+    rows = None if looks_up else rows_of(layout, grad.shape, batch)
+    examples = example_slots(record)
     aligned = [all(axis < t.dim() and t.shape[axis] == grad.shape[axis] for axis in layout.axes) for t in kept]
     return [rows, *((rows if fits else None) if place in examples else _WHOLE for place, fits in enumerate(aligned))]

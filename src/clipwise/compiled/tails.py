@@ -18,8 +18,10 @@ from ..passes import Arrival, arrivals_at, gradients_from
 from ..planner import room_for_recording
 from ..tape import Tape
 from ..tracing import is_tracing
+from .arrivals import Eagerly, with_row_numbers
+from .programs import Programs, Step, clipped_by_program
 from .rows import to_multiple
-from .tail import Eagerly, Tail
+from .tail import Tail
 
 _PATIENCE = 6  # steps of one kind before it is worth a recording
 _ATTEMPTS = 3  # at recording one kind of step: batches may turn out larger
@@ -36,6 +38,8 @@ class _Kind:
     attempts: int = 0
     tail: Tail | None = None
     looked_at: int = 0  # how often the model had been verified when the tail was last held against the eager step
+    needs_much_room: bool = False
+    programs: Programs = field(default_factory=Programs)  # where a recording needs too much room
 
     def rows(self) -> int:
         """For the next recording: of batches that vary in size, some will be larger than those so far."""
@@ -77,13 +81,15 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping, route: Route
     kind.sizes.add(len(losses))
     kind.steps += 1
     if kind.tail is None and not (tails.may_record(kind) and _has_room(kind, tape, losses, tape.reaching)):
-        return None  # a large model's gradients are let go as they come
+        if not kind.needs_much_room:
+            return None
+        return clipped_by_program(kind.programs, Step(tape, losses, clipping, unit, bound, known))  # its gradients are let go as they come
     tape.marks.check_buffers()
     experience.steps += 1
-    arrivals = arrivals_at(tape, losses)
+    arrivals = [with_row_numbers(arrival, tape.marks) for arrival in arrivals_at(tape, losses)]
     check_heard(tape, losses, [record for record, _, _ in arrivals])
     layouts = [known[record.key] for record, _, _ in arrivals]
-    verified = experience.steps.bit_length()  # the model is verified on steps 1, 2, 4, 8 …
+    verified = experience.times_verified
 
     def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
         return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
@@ -118,7 +124,7 @@ def _has_room(kind: _Kind, tape: Tape, losses: Tensor, reached: int) -> bool:
     parameters = sum(parameter.nbytes for parameter in tape.marks.trainable().values())
     if reached * kind.rows() <= len(losses) * room_for_recording(losses.device, parameters):
         return True
-    kind.attempts = _ATTEMPTS
+    kind.attempts, kind.needs_much_room = _ATTEMPTS, True
     return False
 
 

@@ -169,11 +169,14 @@ def masked_sums(
     return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
 
 
-def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
-    """`function` as it computes from these inputs. Raises NotTraceable, or whatever it raises."""
+def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, in_steps: bool = False) -> GraphModule:
+    """`function` as it computes from these inputs. Raises NotTraceable, or whatever it raises.
+
+    `in_steps`: each kernel will be started by Python. These inputs are stand-ins that hold no numbers.
+    """
     versions = [tensor._version for tensor in inputs]
-    with tracing():
-        graph: GraphModule = make_fx(function, tracing_mode="real")(*inputs)
+    with tracing(in_steps=in_steps):
+        graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
     _check_constants(graph)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..numerics import drop_rows, in_working_precision, rounds_to_tf32, row_norms, scale_rows, to_accumulate
-from ..tracing import is_tracing
+from ..tracing import is_tracing_in_one
 from .base import Factor, Grouping
 from .outer import Outer
 
@@ -123,7 +123,7 @@ class Convolution(Factor):
         pads = [(p, end - size - p) for p, end, size in zip(how.padding, reach, images.shape[2:])]
         if any(amount for pair in pads for amount in pair):
             images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
-        if is_tracing():
+        if is_tracing_in_one():
             whole = (slice(None), slice(None))
             slices = [
                 tuple(slice(k * d, k * d + (place - 1) * s + 1, s) for k, d, s, place in zip(offset, how.dilation, how.stride, places))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..numerics import flat_rows, squared_norms, to_accumulate, weighted_row_sum
 
 _WORTH_ADDING = {"cuda": 2**22, "cpu": 2**16}  # numbers that are put side by side and added up by one product …
+_WORTH_COPYING = {"cuda": 2**18, "cpu": 2**10}  # numbers of one matrix, where only their sum is wanted
 _WORTH_STACKING = {"cuda": 2**26, "cpu": 2**16}  # … or on top of each other where they have one length
 
 
@@ -66,16 +67,16 @@ def _stacked(flat: Sequence[Tensor], places: Sequence[int]) -> Together:
     return Together(torch.cat(squares), [order[place] for place in places])
 
 
-def weighted_sums_together(matrices: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+def weighted_sums_together(matrices: Sequence[Tensor], weights: Tensor, *, clean: bool) -> list[Tensor]:
     """Σ_i weights[i]·row_i of each; small ones side by side. matrices: (B, n) each, weights: (B,), all of one type → (n,) each"""
-    worth = _WORTH_ADDING.get(weights.device.type, 0) // max(len(matrices), 1)
+    worth = _WORTH_COPYING.get(weights.device.type, 0)
     few = [place for place, matrix in enumerate(matrices) if matrix.numel() <= worth]
     found: dict[int, Tensor] = {}
     if len(few) > 1:
         side_by_side = torch.cat([matrices[place] for place in few], 1)
         lengths = [matrices[place].shape[1] for place in few]
-        found = dict(zip(few, weighted_row_sum(side_by_side, weights, clean=True).split(lengths)))
-    return [found[place] if place in found else weighted_row_sum(matrix, weights, clean=True) for place, matrix in enumerate(matrices)]
+        found = dict(zip(few, weighted_row_sum(side_by_side, weights, clean=clean).split(lengths)))
+    return [found[place] if place in found else weighted_row_sum(matrix, weights, clean=clean) for place, matrix in enumerate(matrices)]
 
 
 @lru_cache(maxsize=64)

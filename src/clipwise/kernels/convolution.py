@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 from .outer import added_up, precision_of, tile_squares
 
 _PLACES = 32  # that are multiplied at once
@@ -106,7 +107,7 @@ def _run(
     return added_up(largest, squares, examples), kept
 
 
-_operator = torch.library.custom_op("clipwise::convolution_gradients", _run, mutates_args=())
+_operator = operator("convolution_gradients", _run)
 
 
 @_operator.register_fake

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 _STEP = 64  # columns that are multiplied at once
 _AT_ONCE = 32  # numbers of programs that are added at once
@@ -115,7 +116,7 @@ def _run(left: Tensor, right: Tensor, tile: int) -> Tensor:
     return found
 
 
-_operator = torch.library.custom_op("clipwise::gram_squares", _run, mutates_args=())
+_operator = operator("gram_squares", _run)
 
 
 @_operator.register_fake

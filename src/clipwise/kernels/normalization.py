@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 WIDEST = 2**13  # numbers that are normalised together: a program holds them all
 _TERMS = 16  # that a program adds up
@@ -58,7 +59,7 @@ def _run(grad: Tensor, x: Tensor, eps: float, is_centred: bool) -> Tensor:
     return found.sum(2)
 
 
-_operator = torch.library.custom_op("clipwise::normalized_sums", _run, mutates_args=())
+_operator = operator("normalized_sums", _run)
 
 
 @_operator.register_fake

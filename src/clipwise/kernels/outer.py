@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _run(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     return added_up(largest, squares, examples)
 
 
-_operator = torch.library.custom_op("clipwise::outer_squares", _run, mutates_args=())
+_operator = operator("outer_squares", _run)
 
 
 @_operator.register_fake

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 _BLOCK = 1024  # numbers that a program reads at once
 _LOOPS = 8  # times that it does so, in long rows
@@ -42,7 +43,7 @@ def _run(rows: Tensor) -> Tensor:
     return squares.sum(1) if parts > 1 else squares[:, 0]
 
 
-_operator = torch.library.custom_op("clipwise::row_squares", _run, mutates_args=())
+_operator = operator("row_squares", _run)
 
 
 @_operator.register_fake

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 _BLOCK = 1024  # numbers that a program reads at once
 _COLUMNS, _ROWS = 256, 8  # … and of a sum, …
@@ -77,8 +78,8 @@ def _add(rows: Tensor, weights: Tensor) -> Tensor:
     return sums
 
 
-_scaled_operator = torch.library.custom_op("clipwise::scaled_rows", _scale, mutates_args=())
-_sum_operator = torch.library.custom_op("clipwise::weighted_row_sum", _add, mutates_args=())
+_scaled_operator = operator("scaled_rows", _scale)
+_sum_operator = operator("weighted_row_sum", _add)
 
 
 @_scaled_operator.register_fake

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 _TERMS, _COLUMNS = 32, 64  # of a stretch
 
@@ -64,7 +65,7 @@ def _run(ids: Tensor, order: Tensor, rows: Tensor) -> Tensor:
     return found.sum(1)
 
 
-_operator = torch.library.custom_op("clipwise::segment_squares", _run, mutates_args=())
+_operator = operator("segment_squares", _run)
 
 
 @_operator.register_fake

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .operators import operator
 
 _TERMS, _COLUMNS = 8, 256  # that a program reads at once
 
@@ -52,7 +53,7 @@ def _run(left: Tensor, right: Tensor) -> Tensor:
     return found.sum(1)
 
 
-_operator = torch.library.custom_op("clipwise::masses", _run, mutates_args=())
+_operator = operator("masses", _run)
 
 
 @_operator.register_fake

@@ -116,7 +116,7 @@ class _Layer:
         u = watch.insert_tap(u, use, _RULE, [u.grad_fn] if u.requires_grad else [], deposit=deposit)
         outputs = self._kernel(u, state)
         upstream = [part.grad_fn for part in (u, *state) if part.requires_grad]
-        record = Record(use, _RULE, (), 0, watch.tape.switch, upstream, None)
+        record = Record(use, _RULE, (), 0, watch.tape.switch, upstream, None, None)
         kept = [outputs[0], state[0], u, weights.w_hh, weights.b_hh, weights.w_hr]
         return Keep.apply(record, deposit, tuple(t for t in kept if t is not None), *outputs)
 

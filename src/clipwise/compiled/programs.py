@@ -1,0 +1,118 @@
+"""When the tail of an eager step becomes a program (staged.py): steps with batches of one size of a model that is too large to be recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..clipping import Clipping
+from ..collect import check_heard
+from ..errors import ConsumedTape
+from ..layout import Layout
+from ..methods.base import Clipped, from_factors
+from ..passes import Arrival, evaluate, gradients_from
+from ..planner import room_for_trial
+from ..tape import Tape
+from ..taps import Record
+from .staged import Noted, Staged
+
+_PATIENCE = 6  # steps with batches of one size before they are worth a program
+_MOST = 8  # programs that are made for one kind of step
+_ROOM = 4  # times what reaches the taps must be free for holding a program against the eager step
+
+
+@dataclass
+class Programs:
+    """Of one kind of steps, by the size of the batch."""
+
+    steps: Counter[int] = field(default_factory=Counter)
+    made: dict[int, Staged] = field(default_factory=dict)
+    looked_at: dict[int, int] = field(default_factory=dict)  # how often the model had been verified when they were last found right
+    attempts: int = 0
+
+    def may_make(self, size: int) -> bool:
+        return size not in self.made and self.steps[size] >= _PATIENCE and self.attempts < _MOST
+
+    def give_up(self) -> None:
+        self.made.clear()
+        self.attempts = _MOST
+
+
+@dataclass(frozen=True)
+class Step:
+    """Losses whose way is known, and how their gradients are clipped: `unit` with norms in units of `bound`."""
+
+    tape: Tape
+    losses: Tensor
+    clipping: Clipping
+    unit: Clipping
+    bound: float
+    layouts: dict[int, Layout]
+
+
+def clipped_by_program(programs: Programs, step: Step) -> Clipped | None:
+    """The clipped sums by a program, or by an eager step from which one is made, or None: nothing has been done yet."""
+    tape, losses, size = step.tape, step.losses, len(step.losses)
+    programs.steps[size] += 1
+    program = programs.made.get(size)
+    if program is None and not programs.may_make(size):
+        return None
+    tape.marks.check_buffers()
+    tape.experience.steps += 1
+    is_known = program is not None and program.fits(tape, losses, step.layouts)
+    if program is None or not is_known or programs.looked_at[size] != tape.experience.times_verified:
+        if not is_known:
+            programs.made.pop(size, None)
+        return _eagerly(programs, step)
+    try:
+        clipped, heard = program(tape, losses, step.bound)
+    except ConsumedTape:
+        programs.give_up()
+        raise
+    check_heard(tape, losses, heard)
+    return clipped
+
+
+def _eagerly(programs: Programs, step: Step) -> Clipped:
+    """The step as always. What its taps heard is noted, and a program made of it, or held against it."""
+    tape, losses, layouts = step.tape, step.losses, step.layouts
+    noted: list[Noted] = []
+
+    def note(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+        noted.append(Noted.of((record, grad, kept), tape.marks))
+
+    gradients, heard = evaluate(tape, losses, lambda record: layouts[record.key], keep_graph=False, known=True, noting=note)
+    check_heard(tape, losses, heard)
+    clipped = from_factors(tape, losses, gradients, step.clipping)
+    del gradients
+    with tape.pause():
+        _prepare(programs, step, noted)
+    return clipped
+
+
+def _prepare(programs: Programs, step: Step, noted: Sequence[Noted]) -> None:
+    """A program for batches of this size that is right, if there can be one."""
+    tape, losses, size = step.tape, step.losses.detach(), len(step.losses)
+    layouts = [step.layouts[tap.record.key] for tap in noted]
+
+    def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
+        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), step.clipping)
+
+    try:
+        if _ROOM * sum(tap.nbytes for tap in noted) > room_for_trial(losses.device):
+            programs.give_up()
+            return
+        program = programs.made.get(size)
+        if program is None and programs.may_make(size):
+            programs.attempts += 1
+            program = Staged(tape, noted, layouts, losses, step.unit)
+        if program is not None and program.is_right(noted, losses, step.bound, eagerly):
+            programs.made[size] = program
+            programs.looked_at[size] = tape.experience.times_verified
+        else:
+            programs.give_up()
+    except Exception:  # the step is made as always: a program only saves time
+        programs.give_up()

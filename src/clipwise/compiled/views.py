@@ -1,0 +1,102 @@
+"""Chains of views become one view: in a program that Python runs, each costs as much to start as a kernel.
+
+as_strided(x, shape, strides)   for a view of an input, whose strides are known, that begins where the input does
+view(x, shape)                  for a reshape of a reshape of anything
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+_aten = torch.ops.aten
+_RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
+_VIEWS = _RESHAPES | {
+    _aten.transpose.int, _aten.t.default, _aten.permute.default, _aten.expand.default, _aten.alias.default, _aten.detach.default,
+    _aten.select.int, _aten.slice.Tensor,
+}  # fmt: skip
+
+
+def writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def shares_memory(node: Node) -> bool:
+    """Whether its value may lie in the memory of its first input."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (schema is not None and any(result.alias_info is not None for result in schema.returns))
+
+
+def memory_of(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """For each node the one whose memory its value lies in."""
+    found: dict[Node, Node] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        found[node] = found[sources[0]] if sources and shares_memory(node) else node
+    return found
+
+
+def with_fewer_operations(graph: GraphModule) -> GraphModule:
+    """The same graph with one view in place of several, and without what it computes twice."""
+    for node in list(graph.graph.nodes):
+        if node.target in _VIEWS:
+            _shorten(graph, node)
+    _share(list(graph.graph.nodes))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _share(nodes: Sequence[Node]) -> None:
+    """Of operations that find the same from the same, keep the first. What is written to is left alone."""
+    memory = memory_of(nodes)
+    written = {memory[source] for node in nodes if writes(node) for source in node.all_input_nodes}
+    seen: dict[str, Node] = {}
+    for node in nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        if not any(memory[one] in written for one in (node, *node.all_input_nodes)):
+            first = seen.setdefault(f"{node.target}{node.args}{node.kwargs}", node)  # nodes go by their names, which are unique
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
+def _shorten(graph: GraphModule, node: Node) -> None:
+    """Look through the views before this one. (Those before it have been shortened already.)"""
+    source, value = _first(node), node.meta["val"]
+    if source.target is _aten.as_strided.default:  # a view of an input
+        source = _first(source)
+    if source.op == "placeholder":
+        whole = source.meta["val"]
+        if value.storage_offset() != whole.storage_offset():
+            return
+        if (value.shape, value.stride()) == (whole.shape, whole.stride()):
+            node.replace_all_uses_with(source)
+            return
+        _replace(graph, node, _aten.as_strided.default, source, list(value.shape), list(value.stride()))
+    elif node.target in _RESHAPES:
+        while source.target in _RESHAPES:
+            source = _first(source)
+        if value.shape == source.meta["val"].shape:
+            node.replace_all_uses_with(source)
+        else:
+            _replace(graph, node, _aten.view.default, source, list(value.shape))
+
+
+def _first(node: Node) -> Node:
+    """What it is a view of."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def _replace(graph: GraphModule, node: Node, target: Callable[..., Any], *args: Any) -> None:
+    with graph.graph.inserting_before(node):
+        new = graph.graph.call_function(target, args)
+    new.meta = node.meta
+    node.replace_all_uses_with(new)
