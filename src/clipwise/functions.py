@@ -7,7 +7,7 @@ Everything is found by the function's name, once, and remembered. Torch function
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,13 @@ _IN_PLACE_OPERATORS = {
     f"__i{op}__"
     for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 }
+
+
+def written_by(trait: Trait, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call changes: its first argument, `out`, or nothing."""
+    if not trait.writes:
+        return kwargs.get("out")
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def full_name(func: Callable[..., Any]) -> str:

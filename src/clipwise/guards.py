@@ -23,9 +23,11 @@ _REPAIR = (
 
 
 def _batch_norm(use: Use, marks: Marks) -> None:
+    if not (use.args[5] if len(use.args) > 5 else use.kwargs.get("training")):  # the sixth in both orders
+        return
     arguments = _FUNCTIONAL if use.func is F.batch_norm else _NATIVE
     bound = dict(zip(arguments, use.bind(*arguments)))
-    if bound["training"] and (torch.is_grad_enabled() or bound["running_mean"] is not None):
+    if torch.is_grad_enabled() or bound["running_mean"] is not None:
         raise MixedExamples(f"{full_name(use.func)} normalises with the statistics of the whole batch{_near(use, bound, marks)}.", _REPAIR)
 
 

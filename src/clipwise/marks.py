@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
+from .functions import full_name
 from .kept import kept_from_earlier, kept_tensors
 from .members import members_of
 from .structure import tensors_in
@@ -46,8 +47,9 @@ class Marks:
     def __init__(self, modules: Sequence[nn.Module]):
         self._members = members = members_of(modules)
         self.parameters, self.names, self.labels = members.parameters, members.names, members.labels
-        self._state = members.state  # parameters and buffers: what is released with the model
+        self.state = members.state  # parameters and buffers: what is released with the model
         self._entries: WeakTable[Derived | int] = WeakTable()
+        self.noted = self._entries.ids
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
@@ -82,13 +84,13 @@ class Marks:
 
     def name_of(self, value: Any) -> str | None:
         """The dotted name of a parameter or buffer."""
-        if not isinstance(value, Tensor) or id(value) not in self._state:
+        if not isinstance(value, Tensor) or id(value) not in self.state:
             return None
         return self.names.get(id(value)) or self._state_storages.get(value.untyped_storage().data_ptr())
 
     def is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a parameter or buffer of the captured modules is among the arguments of a torch call."""
-        return any(id(tensor) in self._state or self.derived(tensor) is not None for tensor in tensors_in([args, kwargs]))
+        return any(id(tensor) in self.state or self.derived(tensor) is not None for tensor in tensors_in([args, kwargs]))
 
     def names_of(self, weights: Iterable[Tensor]) -> list[str]:
         """The trainable parameters that these weights are, or are made of."""
@@ -105,7 +107,7 @@ class Marks:
     def kind(self, tensor: Tensor) -> int:
         """EXAMPLE, CONSTANT or TRACKED (a trainable parameter or a derived weight)."""
         key = id(tensor)
-        if key in self._state:
+        if key in self.state:
             return TRACKED if tensor.requires_grad else CONSTANT
         mark = self._entries.get(tensor)
         if mark is not None:
@@ -124,10 +126,6 @@ class Marks:
                 self.foreign.add(id(tensor))
             return EXAMPLE
         return self._kind_from_outside(tensor)
-
-    def is_activation(self, tensor: Tensor) -> bool:
-        """Whether this surely is example data, as most tensors are that a model computes with: it carries gradient and nobody marked it."""
-        return tensor.requires_grad and type(tensor) is Tensor and id(tensor) not in self._state and self._entries.get(tensor) is None
 
     def varies(self, tensor: Tensor) -> bool:
         """Whether the values of `tensor` may differ from step to step: example data, or a random draw."""
@@ -169,7 +167,7 @@ class Marks:
         return derived.roots if derived is not None else frozenset()
 
     def _put(self, tensor: Tensor, mark: Derived | int) -> None:
-        if id(tensor) not in self._state:
+        if id(tensor) not in self.state:
             self._entries.put(tensor, mark)
 
     def mark_constant(self, result: Any, *, random: bool = False, by_module: bool = False) -> None:
@@ -186,11 +184,11 @@ class Marks:
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Whether these integers came from nowhere the tape has seen: neither an input of a module, nor made from one."""
-        return _holds_integers(tensor) and self._entries.get(tensor) is None and id(tensor) not in self._state
+        return _holds_integers(tensor) and self._entries.get(tensor) is None and id(tensor) not in self.state
 
     def version_of(self, number: Tensor) -> int:
         """Tells whether a buffer or frozen weight without axes was changed: a coefficient that a schedule sets."""
-        return number._version if id(number) in self._state else 0
+        return number._version if id(number) in self.state else 0
 
     def name_of_storage(self, tensor: Tensor) -> str | None:
         """The parameter or buffer whose memory this is, or a part of."""
@@ -206,41 +204,41 @@ class Marks:
         for tensor in tensors_in(result):
             if not tensor.requires_grad:
                 self._put(tensor, CONSTANT)
-            elif id(tensor) not in self._state and not any(tensor is source for source in tracked):
+            elif id(tensor) not in self.state and not any(tensor is source for source in tracked):
                 if derived is None:
                     derived = Derived(func, args, kwargs, frozenset().union(*map(self.roots, tracked)))
                     self.derived_dtypes.add(tensor.dtype)
                 self._put(tensor, derived)
                 base = tensor._base
-                if base is not None and id(base) not in self._state and self.derived(base) is None:
+                if base is not None and id(base) not in self.state and self.derived(base) is None:
                     self._put(base, Derived(None, (), {}, derived.roots))  # a tensor that only exists inside the function
 
     def changed_in_place(self, target: Tensor, tracked: list[Tensor]) -> None:
         """`target` took in weights: how it was made says no longer what it is."""
-        if not target.requires_grad or id(target) in self._state:
+        if not target.requires_grad or id(target) in self.state:
             return
         roots = frozenset().union(*map(self.roots, tracked), self.roots(target))
         self._put(target, Derived(None, (), {}, roots))
         if target._is_view() and target._base is not None:
             self._put(target._base, Derived(None, (), {}, roots))
 
-    def took_example_data(self, target: Tensor, by: str) -> None:
-        """Example data is about to be written into `target`."""
+    def took_example_data(self, target: Tensor, by: Callable[..., Any]) -> None:
+        """Example data is about to be written into `target` by this function."""
         if target.numel() == 0:
             return
         storage, name = target.untyped_storage().data_ptr(), self.name_of_storage(target)
         if name is not None:
-            raise _state_write(by, name)
+            raise _state_write(full_name(by), name)
         for other, mark in self._entries.items():
             if mark in (CONSTANT, _RANDOM) and other.numel() and other.untyped_storage().data_ptr() == storage:
                 self._entries.put(other, EXAMPLE)
 
     def check_buffers(self) -> None:
         """Refuse if a buffer was replaced by a tensor made from example data."""
-        for full_name, kind, buffers, name, before in self._members.buffers:
+        for path, kind, buffers, name, before in self._members.buffers:
             now = buffers.get(name)
             if now is not None and now is not before and self.kind(now) == EXAMPLE:
-                raise _state_write(f"{kind}.forward", full_name)
+                raise _state_write(f"{kind}.forward", path)
 
     def describe(self, tensors: Iterable[Tensor]) -> str:
         """Dotted names of the parameters behind `tensors`."""

@@ -110,7 +110,7 @@ class Moves:
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A call on example data."""
-        kind = _kinds.get(name) or _kind(name)
+        kind = KINDS.get(name) or _kind(name)
         if kind == "entrywise":
             self._note_broadcast(args, kwargs, marks)
         elif kind != "plain":
@@ -215,7 +215,7 @@ class Moves:
             self.contracted.add((key.shape[:-2].numel(), key.shape[-2]))
 
 
-_kinds: dict[str, str] = {}
+KINDS: dict[str, str] = {}
 
 
 def _without_underscore(name: str) -> str:
@@ -231,7 +231,7 @@ def _kind(name: str) -> str:
         kind = "other"
     else:
         kind = "plain" if plain in PLAIN or name in PLAIN else "other"
-    _kinds[name] = kind
+    KINDS[name] = kind
     return kind
 
 

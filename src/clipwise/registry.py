@@ -12,7 +12,7 @@ from torch import Tensor
 from .factors import Factor
 from .functions import full_name
 from .layout import to_rows
-from .structure import map_values, tensors_in
+from .structure import holds_numbers_only, map_values, tensors_in
 
 Function = Callable[..., Any]
 Factors = dict[Tensor, Factor]
@@ -31,16 +31,23 @@ class Use:
 
     def bind(self, *names: str, **defaults: Any) -> list[Any]:
         """The arguments by name, in this order; positional or not, None or the default where absent."""
-        given = dict(zip(names, self.args), **self.kwargs)
-        return [given.get(name, defaults.get(name)) for name in names]
+        given = list(self.args[: len(names)])
+        for name in names[len(given) :]:
+            given.append(self.kwargs.get(name, defaults.get(name)))
+        return given
 
     def operands(self, *names: str) -> list[Any]:
         """Arguments that several functions call by different names: positional ones first, then those with one of these names."""
         return [*self.args, *(self.kwargs[name] for name in names if name in self.kwargs)]
 
-    def mapped(self, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with every value, also inside lists and tuples, put through `function`."""
-        args = [map_values(value, function) if isinstance(value, list | tuple) else function(value) for value in self.args]
+    def mapped(self, function: Callable[[Any], Any], *, but_numbers: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with every value, also inside lists and tuples, put through `function`. `but_numbers`: it leaves those as they are."""
+        args = [
+            (value if but_numbers and holds_numbers_only(value) else map_values(value, function))
+            if isinstance(value, list | tuple)
+            else function(value)
+            for value in self.args
+        ]
         return tuple(args), {name: map_values(value, function) for name, value in self.kwargs.items()} if self.kwargs else {}
 
     def tracks(self, value: Any) -> bool:
@@ -54,7 +61,7 @@ class Use:
             if isinstance(value, Tensor):
                 if value.requires_grad and not self.tracks(value):
                     nodes.append(value.grad_fn)
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, list | tuple) and not holds_numbers_only(value):
                 nodes += [t.grad_fn for t in tensors_in(value) if t.requires_grad and not self.tracks(t)]
         return nodes
 

@@ -1,8 +1,12 @@
-"""A backward pass on a GPU runs every function on the stream that its forward pass ran on; what it leaves is read on the caller's."""
+"""Work that a GPU has not done yet.
+
+A backward pass runs every function on the stream that its forward pass ran on; what it leaves is read on the caller's. Numbers that are
+wanted on the host some time later are sent there without waiting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,3 +42,23 @@ class Streams:
             here = torch.cuda.current_stream(stream.device)
             if here != stream:
                 here.wait_stream(stream)
+
+
+class OnTheWay:
+    """A few numbers that are on their way to the host."""
+
+    def __init__(self, numbers: Sequence[Tensor] = ()):
+        """`numbers` have no axes."""
+        self._there: list[Tensor] = []
+        self._arrived: list[torch.cuda.Event] = []
+        for device in {number.device for number in numbers}:
+            together = torch.stack([number.detach().float() for number in numbers if number.device == device])
+            self._there.append(together.to("cpu", non_blocking=True))
+            if device.type == "cuda":
+                self._arrived.append(torch.cuda.current_stream(device).record_event())
+
+    def numbers(self) -> list[float]:
+        """Waits until they have arrived."""
+        for event in self._arrived:
+            event.synchronize()
+        return [number for together in self._there for number in together.tolist()]

@@ -65,6 +65,14 @@ def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
                 yield from tensors_in(item, depth - 1)
 
 
+_NUMBERS = frozenset({int, bool, float, type(None)})
+
+
+def holds_numbers_only(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Strides, sizes, paddings: what most tuples among the arguments of a torch call are."""
+    return _NUMBERS.issuperset(map(type, values))
+
+
 def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with every entry that is no list or tuple replaced by function(entry): the arguments of a torch call."""
     if isinstance(value, list):

@@ -19,9 +19,13 @@ from .noise import draws, noised
 from .pending import Pending
 from .plan import PrivacyPlan
 from .randomness import Randomness
+from .streams import OnTheWay
 from .witness import Witness
 
 _SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
+_FIRST_STEPS = (
+    4  # in which the device is waited for; a loss that is scaled later is noticed one step later (the release does not depend on it)
+)
 
 BeforeStep = Callable[[int, torch.optim.Optimizer], None]
 Release = Callable[[int, torch.optim.Optimizer, Mapping[int, Tensor], Mapping[int, Tensor], float, int], None]
@@ -49,6 +53,8 @@ class Updates:
         self._accumulation_steps = check_count(accumulation_steps, "accumulation_steps")
         self._witness = Witness(self.name_of)
         self._scales: list[Tensor] = []  # gradients with which private losses were back-propagated, not yet looked at
+        self._scales_before = OnTheWay()  # those of the step before
+        self._waits = 0  # steps that have waited for the device to see them
         for name, parameter in ((n, p) for module in modules for n, p in module.named_parameters()):
             if nn.parameter.is_lazy(parameter):
                 raise UnhookedParameter(
@@ -110,7 +116,9 @@ class Updates:
 
     def _check_scales(self, scales: list[Tensor]) -> None:
         """The factor must be one, 1/k as declared, or either times the scaler's scale. (On a GPU this waits for the backward pass.)"""
-        factors = torch.stack([scale.float() for scale in scales]).tolist() if scales else []
+        self._check_factors(torch.stack([scale.float() for scale in scales]).tolist() if scales else [])
+
+    def _check_factors(self, factors: list[float]) -> None:
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         allowed = {scale, scale / self._accumulation_steps}
         for factor in factors:
@@ -124,7 +132,13 @@ class Updates:
     def check(self) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
         self._witness.check(self.check_coverage(), unscaled=self._is_unscaled())
-        self._check_scales(self._scales)
+        before, self._scales_before = self._scales_before, OnTheWay()
+        self._check_factors(before.numbers())
+        if self._waits < _FIRST_STEPS or self._scaler is not None:
+            self._waits += 1
+            self._check_scales(self._scales)
+        else:
+            self._scales_before = OnTheWay(self._scales)
 
     def _is_unscaled(self) -> bool:
         """Whether the scaler has written to p.grad: it divides before the step, unless a fused optimizer does that itself."""

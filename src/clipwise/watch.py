@@ -14,15 +14,16 @@ from torch.overrides import TorchFunctionMode
 
 from .derived import needs_autograd
 from .errors import Refusal, UncoveredUse
-from .functions import Trait, full_name, is_open, opened, trait_of
+from .functions import Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
+from .moving import KINDS
 from .precision import as_autocast_rounds
 from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
-from .structure import tensors_in
+from .structure import holds_numbers_only, tensors_in
 from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ class Watch(TorchFunctionMode):
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
         tracked: list[Tensor] = []
-        example = self._look_through(args, tracked, trait.takes_sizes)
+        said: list[Any] = [tape.trail, trait.name]
+        example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
-            example = self._look_through(kwargs.values(), tracked, trait.takes_sizes) or example
-        tape.trail = hash((tape.trail, trait.name))
+            example = self._look_through(kwargs.values(), tracked, said, trait.takes_sizes) or example
+        tape.trail = hash(tuple(said))
         guard = GUARDS.get(func)
         if guard is not None and not (tape.marks.lenient and not tape.depth and not tape.marks.is_ours(args, kwargs)):
             try:
@@ -84,16 +86,16 @@ class Watch(TorchFunctionMode):
         self.tape.refusals.append((self.tape.marks.names_of(tracked), refusal))
         return func(*args, **kwargs)
 
-    def _look_through(self, values: Any, tracked: list[Tensor], takes_sizes: bool) -> bool:
-        """Collect the weights among `values`; whether there is example data too. Numbers and words go into the trail, sizes do not."""
+    def _look_through(self, values: Any, tracked: list[Tensor], said: list[Any], takes_sizes: bool) -> bool:
+        """Collect the weights among `values`, and numbers and words, but no sizes, in `said`; whether there is example data too."""
         example = False
         marks, tape = self.tape.marks, self.tape
         for value in values:
             if isinstance(value, Tensor):
                 if marks.has_stale:
                     marks.refuse_stale(value)
-                elif marks.is_activation(value):
-                    example = True
+                elif type(value) is Tensor and value.requires_grad and id(value) not in marks.noted and id(value) not in marks.state:
+                    example = True  # it carries gradient and nobody marked it, like most tensors that a model computes with
                     continue
                 kind = marks.kind(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
@@ -103,33 +105,33 @@ class Watch(TorchFunctionMode):
                 elif kind == TRACKED:
                     tracked.append(value)
                 elif not is_lazy(value) and value.dim() == 0:
-                    tape.trail = hash((tape.trail, marks.version_of(value)))
+                    said.append(marks.version_of(value))
             elif isinstance(value, int):
                 if not takes_sizes or value in _SMALL:
-                    tape.trail = hash((tape.trail, value))
-            elif isinstance(value, float | str):
-                tape.trail = hash((tape.trail, value))
+                    said.append(value)
+            elif isinstance(value, float | str) or (type(value) is tuple and not takes_sizes and holds_numbers_only(value)):
+                said.append(value)
             elif isinstance(value, list | tuple):
-                example = self._look_through(value, tracked, takes_sizes) or example
+                example = self._look_through(value, tracked, said, takes_sizes) or example
             elif isinstance(value, slice):
-                self._look_through((value.start, value.stop, value.step), tracked, False)
+                self._look_through((value.start, value.stop, value.step), tracked, said, False)
             elif value is not None and hasattr(value, "__index__"):  # an integer of numpy's
-                tape.trail = hash((tape.trail, _as_number(value)))
+                said.append(_as_number(value))
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
         tape = self.tape
         marks = tape.marks
-        if trait.writes or kwargs:
-            for tensor in tensors_in(_written(trait, args, kwargs)):
-                marks.took_example_data(tensor, full_name(func))
+        if trait.writes or "out" in kwargs:
+            for tensor in tensors_in(written_by(trait, args, kwargs)):
+                marks.took_example_data(tensor, func)
         result = func(*args, **kwargs)
         if trait.borrows and marks.kind(args[0]) == CONSTANT:
             marks.mark_constant(result)
         elif trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
             marks.mark_constant(result, random=trait.random)
         else:
-            if not tape.is_looking_back:
+            if KINDS.get(trait.name) != "plain" and not tape.is_looking_back:
                 tape.moves.note(trait.name, args, kwargs, marks)
             if type(result) is not Tensor or not result.requires_grad:
                 marks.mark_example(result)
@@ -141,7 +143,7 @@ class Watch(TorchFunctionMode):
         """Outside the captured modules every call is part of the way to the losses."""
         tape = self.tape
         if not tape.depth:
-            written = _written(trait, args, kwargs)
+            written = written_by(trait, args, kwargs)
             tape.program.append(ProgramCall(func, args, kwargs, result if written is None else written, from_nothing))
             if len(tape.program) > tape.room:
                 tape.tidy()
@@ -150,7 +152,7 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         marks = self.tape.marks
         if trait.writes:
-            target = _written(trait, args, kwargs)
+            target = written_by(trait, args, kwargs)
             marks.changed_in_place(target, tracked)
             self.tape.writes_parameters = self.tape.writes_parameters or marks.name_of_storage(target) is not None
         else:
@@ -179,7 +181,7 @@ class Watch(TorchFunctionMode):
             spread_out = SPREADS[func](use, self.tap_weight)
             if spread_out is not None:
                 return self._on_examples(func, trait, *spread_out)
-        if trait.writes and use.tracks(_written(trait, args, kwargs)):
+        if trait.writes and use.tracks(written_by(trait, args, kwargs)):
             raise UncoveredUse(
                 f"{tape_marks.describe(tracked)} was written into a tensor that {full_name(func)} now changes with example data"
                 f"{tape_marks.where(tracked)}.",
@@ -236,7 +238,8 @@ class Watch(TorchFunctionMode):
         if not output.requires_grad:
             return output
         output = self.insert_tap(output, called, rule, upstream)
-        self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
+        if not self.tape.depth:
+            self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
         return output
 
     def insert_tap(
@@ -246,14 +249,18 @@ class Watch(TorchFunctionMode):
 
         `local` is the output to differentiate, where no rule does. With a `deposit`, that is where the rule's tensors come from.
         """
-        tape = self.tape
-        if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
-            raise self._not_covered(use, "takes part in complex arithmetic")
-        key = tape.trail = hash((tape.trail, output.dim(), *[tape.marks.labels.get(id(weight)) for weight in use.tracked]))
-        if not tape.needs_graph:
-            tape.needs_graph = local is not None or any(needs_autograd(weight, tape.marks) for weight in use.tracked)
+        tape, marks = self.tape, self.tape.marks
+        said: list[Any] = [tape.trail, output.dim()]
+        for weight in use.tracked:
+            if weight.is_complex() or output.is_complex():
+                raise self._not_covered(use, "takes part in complex arithmetic")
+            said.append(marks.labels.get(id(weight)))
+            if not tape.needs_graph and id(weight) not in marks.parameters:
+                tape.needs_graph = needs_autograd(weight, marks)
+        tape.needs_graph = tape.needs_graph or local is not None
+        key = tape.trail = hash(tuple(said))
         if tape.uses is not None:
-            for name in tape.marks.names_of(use.tracked):
+            for name in marks.names_of(use.tracked):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
         recorded, kept = self._recorded(use, rule)
@@ -262,7 +269,8 @@ class Watch(TorchFunctionMode):
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
-        tape.taps_of.update(tape.marks.keys_of(use.tracked))
+        for parameter in marks.keys_of(use.tracked):
+            tape.taps_of[parameter] += 1
         return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
@@ -272,16 +280,14 @@ class Watch(TorchFunctionMode):
         marks = self.tape.marks
 
         def put_away(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if use.tracks(value):
-                    return value
-                if wanted is not None and id(value) not in wanted:
-                    return None
-                kept.append(value)
-                return Slot(len(kept) - 1, marks.kind(value) != CONSTANT)
-            return value
+            if not isinstance(value, Tensor) or use.tracks(value):
+                return value
+            if wanted is not None and id(value) not in wanted:
+                return None
+            kept.append(value)
+            return Slot(len(kept) - 1, marks.kind(value) != CONSTANT)
 
-        return Use(use.func, *use.mapped(put_away), use.tracked), tuple(kept)
+        return Use(use.func, *use.mapped(put_away, but_numbers=True), use.tracked), tuple(kept)
 
 
 def _as_number(value: Any) -> int | None:
@@ -290,10 +296,3 @@ def _as_number(value: Any) -> int | None:
         return operator.index(value)
     except Exception:
         return None
-
-
-def _written(trait: Trait, args: Any, kwargs: Any) -> Any:
-    """What the call changes: its first argument, `out`, or nothing."""
-    if not trait.writes:
-        return kwargs.get("out")
-    return args[0] if args else next(iter(kwargs.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
@@ -41,6 +41,11 @@ class WeakTable(Generic[_V]):
                 del table._entries[ref.key]
 
         self._forget = forget
+
+    @property
+    def ids(self) -> Collection[int]:
+        """Of the tensors that have an entry, at every time."""
+        return self._entries.keys()
 
     def put(self, tensor: Tensor, value: _V) -> None:
         self._entries[id(tensor)] = (_Key(tensor, self._forget), value)
