@@ -25,7 +25,9 @@ from .factors import (
     Squares,
     finish,
     known,
+    products,
     products_of_columns,
+    row_squares_of_each,
     row_squares_together,
     sum_of,
     weighted_sums_together,
@@ -200,22 +202,26 @@ class ExampleGradients:
         parts = {
             key: found for key, total in waiting.items() if isinstance(total, FactorSum) and (found := total.row_matrices(second_pass))
         }
-        if is_tracing() or len(parts) < 2:
+        if is_tracing_in_one() or len(parts) < 2:
             parts = {}
         parts = dict(sorted(parts.items(), key=lambda part: -len(part[1][0])))  # products of two come first
         matrices = [side[0] for side, _ in parts.values()] + [side[1] for side, _ in parts.values() if len(side) == 2]
-        together = row_squares_together(matrices) if parts else None
+        together = row_squares_together(matrices) if parts and not is_tracing() else None
+        traced = row_squares_of_each(matrices) if parts and is_tracing() else None
         alone = dict(self._measured)
         for key, total in waiting.items():
-            if together is None or key not in parts:
+            if (together is None and traced is None) or key not in parts:
                 alone[key] = self._measures(key, total, second_pass)
         if self._deciding.is_new:
             self._explain()
         if self._pulled is not None:
             alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._deciding).items()}
         norms = _added_up(alone)
+        factors = [factor for _, factor in parts.values()]
         if together is not None:
-            norms |= dict(zip(parts, products_of_columns(together.on_host(), [factor for _, factor in parts.values()])))
+            norms |= dict(zip(parts, products_of_columns(together.on_host(), factors)))
+        if traced is not None:
+            norms |= dict(zip(parts, products(traced, factors)))
         return {name: norms[key] for key, name in self._marks.names.items() if key in norms}
 
     def _explain(self) -> None:

@@ -11,7 +11,7 @@ from .placed import Placed
 from .rows import Rows
 from .squares import Squares, finish, known
 from .sums import FactorSum
-from .together import products_of_columns, row_squares_together, weighted_sums_together
+from .together import products, products_of_columns, row_squares_of_each, row_squares_together, weighted_sums_together
 
 __all__ = [
     "Convolution",
@@ -29,7 +29,9 @@ __all__ = [
     "finish",
     "inner",
     "known",
+    "products",
     "products_of_columns",
+    "row_squares_of_each",
     "row_squares_together",
     "sum_of",
     "weighted_sums_together",

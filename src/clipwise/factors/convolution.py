@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import drop_rows, in_working_precision, rounds_to_tf32, row_norms, scale_rows, to_accumulate
+from ..numerics import drop_rows, in_working_precision, rounds_to_tf32, scale_rows, squared_norms, to_accumulate
 from ..tracing import is_tracing_in_one
 from .base import Factor, Grouping
 from .outer import Outer
@@ -162,7 +161,7 @@ class Convolution(Factor):
 
     def mass(self) -> Tensor:
         """Σ over windows of ‖values‖·‖window‖ ≤ ‖all values‖·‖all windows‖ (Cauchy–Schwarz), and a pixel lies in at most |K| windows."""
-        return row_norms(self.grad) * row_norms(self.input) * math.sqrt(self.shape[2:].numel())
+        return (squared_norms(self.grad) * squared_norms(self.input) * self.shape[2:].numel()).sqrt()
 
     def merge(self, grouping: Grouping) -> Convolution:
         return Convolution(grouping(self.grad).flatten(1, 2), grouping(self.input).flatten(1, 2), self.shape, self.geometry)

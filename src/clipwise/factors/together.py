@@ -55,6 +55,30 @@ def row_squares_together(matrices: Sequence[Tensor]) -> Together | None:
     return _stacked(flat, places)
 
 
+def row_squares_of_each(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """‖row‖² for every row of every matrix, in float64, where they lie; small ones of one shape stacked. matrices: (B, ...) each → (B,) each"""
+    flat = [flat_rows(to_accumulate(matrix)) for matrix in matrices]
+    alike: dict[tuple[torch.Size, torch.dtype, bool], list[int]] = {}
+    for place, rows in enumerate(flat):
+        is_small = rows.numel() <= _WORTH_COPYING.get(rows.device.type, 0)
+        alike.setdefault((rows.shape, rows.dtype, is_small), []).append(place)
+    found: dict[int, Tensor] = {}
+    for (_, _, is_small), places in alike.items():
+        if is_small and len(places) > 1:
+            squares = squared_norms(torch.stack([flat[place] for place in places]).flatten(0, 1))
+            found |= zip(places, squares.view(len(places), -1).unbind(0))
+        else:
+            found |= {place: squared_norms(flat[place]) for place in places}
+    return [found[place] for place in range(len(flat))]
+
+
+def products(squares: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
+    """For each factor, factor times its vector; the vectors beyond those multiply the first ones."""
+    count = len(factors)
+    found = [one if factor == 1.0 else one * factor for one, factor in zip(squares, factors)]
+    return [one * other for one, other in zip(found, squares[count:])] + found[len(squares) - count :]
+
+
 def _stacked(flat: Sequence[Tensor], places: Sequence[int]) -> Together:
     """Matrices of one length on top of each other."""
     by_length: dict[int, list[int]] = {}

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 from .outer import added_up, precision_of, tile_squares
 
@@ -95,15 +96,14 @@ def _run(
     outs, ins, *kernel = shape[0] // groups, shape[1], *_three(shape[2:], 1)
     still, slid = (_in_three_dimensions(side.flatten(0, 1)) for side in (still, slid))
     offsets, tiles = kernel[0] * kernel[1] * kernel[2], triton.cdiv(outs, tile) * triton.cdiv(ins, tile)
-    largest, squares = still.new_empty(2, examples * offsets * groups * tiles, dtype=torch.float32)
+    largest, squares = (still.new_empty(examples * offsets * groups * tiles, dtype=torch.float32) for _ in range(2))
     kept = still.new_empty((examples, *shape) if keep else (0,), dtype=torch.float32)
     arguments: tuple[Any, ...] = (
         still, slid, largest, squares, kept, images, outs, ins, groups, *still.shape[2:], *slid.shape[2:], *kernel, *_three(stride, 1),
         *_three(padding, 0), *_three(dilation, 1), *still.stride(), *slid.stride(),
     )  # fmt: skip
     grid = (examples, offsets * groups, tiles)
-    with torch.cuda.device_of(still):
-        _gradients[grid](*arguments, PRECISION=precision_of(still, tf32), TILE=tile, STEP=_PLACES, KEEP=keep)
+    launch(_gradients, grid, *arguments, PRECISION=precision_of(still, tf32), TILE=tile, STEP=_PLACES, KEEP=keep)
     return added_up(largest, squares, examples), kept
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 _STEP = 64  # columns that are multiplied at once
@@ -101,18 +102,16 @@ def _run(left: Tensor, right: Tensor, tile: int) -> Tensor:
     tiles = triton.cdiv(terms, tile)
     pairs = tiles * (tiles + 1) // 2
     inner = left.new_empty(examples * pairs, dtype=torch.float64)
-    masses, lefts, rights = left.new_empty(3, examples * tiles, dtype=torch.float32)
+    masses, lefts, rights = (left.new_empty(examples * tiles, dtype=torch.float32) for _ in range(3))
     found = left.new_empty(2, examples, dtype=torch.float64)
     arguments: tuple[Any, ...] = (
         left, right, inner, masses, lefts, rights, terms, p, d, tiles, pairs, *left.stride(), *right.stride(),
     )  # fmt: skip
     missed = [math.sqrt(width) * 2.0**-63 for width in (p, d)]
     rounded_up = _ROUNDED_UP + 4 * max(p, d) * 2.0**-24
-    with torch.cuda.device_of(left):
-        _gram[(examples * pairs,)](*arguments, TILE=tile, STEP=_STEP, num_warps=8 if tile > 64 else 4)
-        _add_up[(examples,)](
-            inner, masses, lefts, rights, found, tiles, pairs, examples, *missed, terms * 2.0**-63, rounded_up, AT_ONCE=_AT_ONCE
-        )
+    launch(_gram, (examples * pairs,), *arguments, TILE=tile, STEP=_STEP, num_warps=8 if tile > 64 else 4)
+    sums = (inner, masses, lefts, rights, found, tiles, pairs, examples, *missed, terms * 2.0**-63, rounded_up)
+    launch(_add_up, (examples,), *sums, AT_ONCE=_AT_ONCE)
     return found
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 512  # pairs that a program draws
 _MULTIPLIERS, _INCREMENTS = (0xCD9E8D57, 0xD2511F53), (0x9E3779B9, 0xBB67AE85)  # of Philox, on words of 32 bits
 _ROUNDS, _WORD = 10, 0xFFFFFFFF
@@ -50,8 +52,8 @@ def noised(sums: Tensor, seed: Tensor, scale: Tensor, deviation: Tensor, dtype: 
     found = torch.empty(sums.shape, dtype=dtype, device=sums.device)
     turn = torch.full((), 2 * math.pi, dtype=torch.float64, device=sums.device)  # a number in the code of a kernel has 24 bits
     if len(sums):
-        with torch.cuda.device_of(sums):
-            _noised[(triton.cdiv(len(sums), 2 * _BLOCK),)](sums.contiguous(), seed, scale, deviation, turn, found, len(sums), BLOCK=_BLOCK)
+        grid = (triton.cdiv(len(sums), 2 * _BLOCK),)
+        launch(_noised, grid, sums.contiguous(), seed, scale, deviation, turn, found, len(sums), BLOCK=_BLOCK)
     return found
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 WIDEST = 2**13  # numbers that are normalised together: a program holds them all
@@ -51,11 +52,10 @@ def _run(grad: Tensor, x: Tensor, eps: float, is_centred: bool) -> Tensor:
     rows, terms, width = grad.shape
     parts = triton.cdiv(terms, _TERMS)
     found = grad.new_empty(2, rows, parts, width, dtype=torch.float32)
-    with torch.cuda.device_of(grad):
-        _sums[(rows * parts,)](
-            grad, x, *found, terms, width, parts, eps, *grad.stride()[:2], *x.stride()[:2],
-            TERMS=_TERMS, WIDTH=triton.next_power_of_2(width), IS_CENTRED=is_centred, num_warps=4 if width <= 1024 else 8,
-        )  # fmt: skip
+    launch(
+        _sums, (rows * parts,), grad, x, found[0], found[1], terms, width, parts, eps, *grad.stride()[:2], *x.stride()[:2],
+        TERMS=_TERMS, WIDTH=triton.next_power_of_2(width), IS_CENTRED=is_centred, num_warps=4 if width <= 1024 else 8,
+    )  # fmt: skip
     return found.sum(2)
 
 

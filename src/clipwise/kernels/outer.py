@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 
@@ -71,11 +72,10 @@ def _run(left: Tensor, right: Tensor, tile: int, tf32: bool) -> Tensor:
     d = right.shape[-1]
     left, right = left.flatten(0, 1), right.flatten(0, 1)
     tiles = triton.cdiv(p, tile) * triton.cdiv(d, tile)
-    largest, squares = left.new_empty(2, examples * blocks * tiles, dtype=torch.float32)
+    largest, squares = (left.new_empty(examples * blocks * tiles, dtype=torch.float32) for _ in range(2))
     arguments: tuple[Any, ...] = (left, right, largest, squares, terms, p, d, *left.stride(), *right.stride())
     step = 16 if terms <= 16 else 32
-    with torch.cuda.device_of(left):
-        _outer_squares[(examples * blocks * tiles,)](*arguments, PRECISION=precision_of(left, tf32), TILE=tile, STEP=step)
+    launch(_outer_squares, (examples * blocks * tiles,), *arguments, PRECISION=precision_of(left, tf32), TILE=tile, STEP=step)
     return added_up(largest, squares, examples)
 
 

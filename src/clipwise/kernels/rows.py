@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 _BLOCK = 1024  # numbers that a program reads at once
@@ -38,8 +39,7 @@ def _run(rows: Tensor) -> Tensor:
     loops = _LOOPS if length > 2 * _BLOCK else triton.cdiv(length, block)
     parts = triton.cdiv(length, block * loops)
     squares = rows.new_empty(rows.shape[0], parts, dtype=torch.float64)
-    with torch.cuda.device_of(rows):
-        _row_squares[(rows.shape[0] * parts,)](rows, squares, length, rows.stride(0), parts, BLOCK=block, LOOPS=loops)
+    launch(_row_squares, (rows.shape[0] * parts,), rows, squares, length, rows.stride(0), parts, BLOCK=block, LOOPS=loops)
     return squares.sum(1) if parts > 1 else squares[:, 0]
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 _BLOCK = 1024  # numbers that a program reads at once
@@ -61,10 +62,8 @@ def _scale(rows: Tensor, weights: Tensor, dtype: torch.dtype, dropped_only: bool
     rows, weights = rows if rows.stride(1) == 1 else rows.contiguous(), weights.contiguous()
     scaled = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     parts = triton.cdiv(rows.shape[1], _BLOCK)
-    with torch.cuda.device_of(rows):
-        _scaled[(rows.shape[0] * parts,)](
-            rows, weights, scaled, rows.shape[1], rows.stride(0), parts, BLOCK=_BLOCK, IS_DROPPED_ONLY=dropped_only
-        )
+    grid = (rows.shape[0] * parts,)
+    launch(_scaled, grid, rows, weights, scaled, rows.shape[1], rows.stride(0), parts, BLOCK=_BLOCK, IS_DROPPED_ONLY=dropped_only)
     return scaled
 
 
@@ -73,8 +72,8 @@ def _add(rows: Tensor, weights: Tensor) -> Tensor:
     examples, length = rows.shape
     sums = torch.empty(length, dtype=torch.float32, device=rows.device)
     columns, at_once = (_COLUMNS, _ROWS) if length > _SHORT else (_FEW_COLUMNS, _MANY_ROWS)
-    with torch.cuda.device_of(rows):
-        _weighted[(triton.cdiv(length, columns),)](rows, weights, sums, examples, length, rows.stride(0), COLUMNS=columns, ROWS=at_once)
+    grid = (triton.cdiv(length, columns),)
+    launch(_weighted, grid, rows, weights, sums, examples, length, rows.stride(0), COLUMNS=columns, ROWS=at_once)
     return sums
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 _TERMS, _COLUMNS = 32, 64  # of a stretch
@@ -58,10 +59,8 @@ def _run(ids: Tensor, order: Tensor, rows: Tensor) -> Tensor:
     examples, terms, width = rows.shape
     parts = triton.cdiv(width, _COLUMNS)
     found = rows.new_empty(examples, parts, dtype=torch.float64)
-    with torch.cuda.device_of(rows):
-        _segment_squares[(examples * parts,)](
-            ids.contiguous(), order.contiguous(), rows, found, terms, width, parts, *rows.stride()[:2], TERMS=_TERMS, COLUMNS=_COLUMNS
-        )
+    arguments = (ids.contiguous(), order.contiguous(), rows, found, terms, width, parts, *rows.stride()[:2])
+    launch(_segment_squares, (examples * parts,), *arguments, TERMS=_TERMS, COLUMNS=_COLUMNS)
     return found.sum(1)
 
 

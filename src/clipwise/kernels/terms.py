@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from .launch import launch
 from .operators import operator
 
 _TERMS, _COLUMNS = 8, 256  # that a program reads at once
@@ -48,8 +49,7 @@ def _run(left: Tensor, right: Tensor) -> Tensor:
     parts = triton.cdiv(terms, _TERMS)
     found = left.new_empty(rows, parts, dtype=torch.float64)
     arguments: tuple[Any, ...] = (left, right, found, terms, p, right.shape[-1], parts, *left.stride(), *right.stride())
-    with torch.cuda.device_of(left):
-        _masses[(rows * parts,)](*arguments, TERMS=_TERMS, COLUMNS=_COLUMNS)
+    launch(_masses, (rows * parts,), *arguments, TERMS=_TERMS, COLUMNS=_COLUMNS)
     return found.sum(1)
 
 
