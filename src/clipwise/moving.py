@@ -112,7 +112,8 @@ class Moves:
         """A call on example data."""
         kind = KINDS.get(name) or _kind(name)
         if kind == "entrywise":
-            self._note_broadcast(args, kwargs, marks)
+            if len(args) > 1 and (len(args) > 2 or isinstance(args[1], Tensor)):
+                self._note_broadcast(args, kwargs, marks)
         elif kind != "plain":
             self._note_other(name, args, kwargs, marks)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,8 @@ def as_autocast_rounds(use: Use, marks: Marks) -> Use:
     if not dtypes:
         return use
 
-    def rounded(value: Any) -> Any:
-        if not isinstance(value, Tensor) or use.tracks(value) or value.dtype not in _ROUNDED:
+    def rounded(value: Tensor) -> Tensor:
+        if value.dtype not in _ROUNDED:
             return value
         dtype = dtypes.get(value.device.type, value.dtype)
         if dtype == value.dtype:
@@ -34,4 +32,4 @@ def as_autocast_rounds(use: Use, marks: Marks) -> Use:
         (marks.mark_constant if marks.kind(value) == CONSTANT else marks.mark_example)(cast)
         return cast
 
-    return Use(use.func, *use.mapped(rounded), use.tracked)
+    return use.with_others(rounded)

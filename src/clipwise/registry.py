@@ -40,15 +40,26 @@ class Use:
         """Arguments that several functions call by different names: positional ones first, then those with one of these names."""
         return [*self.args, *(self.kwargs[name] for name in names if name in self.kwargs)]
 
-    def mapped(self, function: Callable[[Any], Any], *, but_numbers: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with every value, also inside lists and tuples, put through `function`. `but_numbers`: it leaves those as they are."""
-        args = [
-            (value if but_numbers and holds_numbers_only(value) else map_values(value, function))
-            if isinstance(value, list | tuple)
-            else function(value)
-            for value in self.args
-        ]
+    def mapped(self, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with every value, also inside lists and tuples, put through `function`."""
+        args = [map_values(value, function) if isinstance(value, list | tuple) else function(value) for value in self.args]
         return tuple(args), {name: map_values(value, function) for name, value in self.kwargs.items()} if self.kwargs else {}
+
+    def with_others(self, function: Callable[[Tensor], Any]) -> Use:
+        """The same call with function(tensor) in place of every tensor that is none of the trainable weights, also inside lists and tuples."""
+        args, kwargs = list(self.args), self.kwargs
+        for place, value in enumerate(args):
+            if isinstance(value, Tensor):
+                if id(value) not in self._tracked_ids:
+                    args[place] = function(value)
+            elif isinstance(value, list | tuple) and not holds_numbers_only(value):
+                args[place] = map_values(value, self._on_others(function))
+        if kwargs:
+            kwargs = {name: map_values(value, self._on_others(function)) for name, value in kwargs.items()}
+        return Use(self.func, tuple(args), kwargs, self.tracked)
+
+    def _on_others(self, function: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+        return lambda value: function(value) if isinstance(value, Tensor) and not self.tracks(value) else value
 
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""

@@ -255,8 +255,12 @@ class Watch(TorchFunctionMode):
             if weight.is_complex() or output.is_complex():
                 raise self._not_covered(use, "takes part in complex arithmetic")
             said.append(marks.labels.get(id(weight)))
-            if not tape.needs_graph and id(weight) not in marks.parameters:
-                tape.needs_graph = needs_autograd(weight, marks)
+            if id(weight) in marks.parameters:
+                tape.taps_of[id(weight)] += 1
+                continue
+            tape.needs_graph = tape.needs_graph or needs_autograd(weight, marks)
+            for parameter in marks.roots(weight):
+                tape.taps_of[parameter] += 1
         tape.needs_graph = tape.needs_graph or local is not None
         key = tape.trail = hash(tuple(said))
         if tape.uses is not None:
@@ -269,8 +273,6 @@ class Watch(TorchFunctionMode):
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
-        for parameter in marks.keys_of(use.tracked):
-            tape.taps_of[parameter] += 1
         return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
 
     def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
@@ -279,15 +281,13 @@ class Watch(TorchFunctionMode):
         kept: list[Tensor] = []
         marks = self.tape.marks
 
-        def put_away(value: Any) -> Any:
-            if not isinstance(value, Tensor) or use.tracks(value):
-                return value
-            if wanted is not None and id(value) not in wanted:
+        def put_away(tensor: Tensor) -> Slot | None:
+            if wanted is not None and id(tensor) not in wanted:
                 return None
-            kept.append(value)
-            return Slot(len(kept) - 1, marks.kind(value) != CONSTANT)
+            kept.append(tensor)
+            return Slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
 
-        return Use(use.func, *use.mapped(put_away, but_numbers=True), use.tracked), tuple(kept)
+        return use.with_others(put_away), tuple(kept)
 
 
 def _as_number(value: Any) -> int | None:

@@ -19,7 +19,7 @@ from ..tape import Tape
 from ..taps import Record
 from .staged import Noted, Staged
 
-_PATIENCE = 6  # steps with batches of one size before they are worth a program
+_PATIENCE = 3  # steps with batches of one size before they are worth a program
 _MOST = 8  # programs that are made for one kind of step
 _ROOM = 4  # times what reaches the taps must be free for holding a program against the eager step
 

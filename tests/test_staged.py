@@ -1,0 +1,328 @@
+"""The tail of an eager step as a program in stages: same numbers, nothing taken for granted that may change. Runs on a CPU as on a GPU."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clipwise as cw
+from clipwise import planner, tracing
+from clipwise.compiled import programs, staged, tails
+from clipwise.compiled.stages import Stages
+from clipwise.compiled.trace import graph_of
+from clipwise.experience import experience_of
+from clipwise.models import Transformer, cnn, mlp
+from helpers import Net, examples
+from test_tail import assert_same, losses_of, step, without_tail, words
+
+STEPS = 20  # a program is there after twelve, and held against the eager step once more after the sixteenth
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Every model is too large to be recorded, and a CPU does what a GPU does. One entry a run."""
+    made = []
+    honest = staged.Staged.__call__
+    monkeypatch.setattr(tracing, "DEVICES", {"cpu"})
+    monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 0)
+    monkeypatch.setattr(staged.Staged, "__call__", lambda self, *args: made.append(self) or honest(self, *args))
+    return made
+
+
+class Positions(nn.Module):
+    """Weights that are looked up, sliced and repeated before they meet examples; one of them is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 8), nn.Embedding(30, 8)
+        self.first, self.norm = nn.Parameter(torch.randn(1, 1, 8)), nn.LayerNorm(8)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.start = 10
+
+    def forward(self, x):
+        places = torch.arange(self.start, self.start + x.shape[1]).unsqueeze(0)
+        x = self.words(x) + self.places(places)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x = self.norm(x + F.linear(x, self.layer.weight[:, :8], self.layer.bias)).tanh()
+        return self.head(F.linear(x.mean(1), self.layer.weight))
+
+
+MODELS = {
+    "mlp": (lambda: mlp(12, (8, 9), 3), lambda n: examples(n, 12)),
+    "cnn": (lambda: cnn(1, 16, 3), lambda n: examples(n, 1, 16, 16)),
+    "transformer": (lambda: Transformer(torch.randn(20, 8), 3, heads=2, hidden=12, longest=8), words),
+    "positions": (Positions, words),
+    "frozen statistics": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)).eval(),
+        lambda n: examples(n, 2, 6, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_of_every_step(name, runs):
+    build, inputs = MODELS[name]
+    model = build().double()
+    for number in range(STEPS):
+        size = 7 if number % 7 == 6 else 9
+        x, y = inputs(size), torch.randint(0, 3, (size,))
+        found, losses = step(model, x, y)
+        assert_same(found, without_tail(model, x, y))
+        assert torch.allclose(found.value(losses), (found.weights * losses).sum())
+    assert len(runs) >= 4
+
+
+def begun(model, inputs=lambda n: examples(n, 12), size=9):
+    """Step until there is a program."""
+    for _ in range(STEPS):
+        step(model, inputs(size), torch.randint(0, 3, (size,)))
+    return next(kind.programs for kind in experience_of([model]).tails.kinds.values() if kind.programs.made)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_example_that_is_not_finite_counts_for_nothing(bad, runs):
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 3)).double()
+    begun(model, lambda n: examples(n, 2, 6, 6))
+    count = len(runs)
+    x, y = examples(9, 2, 6, 6), torch.randint(0, 3, (9,))
+    x[4, 1] = bad
+    found, _ = step(model, x, y)
+    assert_same(found, without_tail(model, x, y))
+    assert not found.finite[4] and int(found.finite.sum()) == 8 and len(runs) == count + 1
+
+
+def test_numbers_of_rows_are_read_anew(runs):
+    model = Positions().double()
+    begun(model, words)
+    for model.start in (12, 21):
+        count = len(runs)
+        x, y = words(9), torch.randint(0, 3, (9,))
+        found, _ = step(model, x, y)
+        assert_same(found, without_tail(model, x, y))
+        reached = found.sums["places.weight"].abs().sum(1) > 0
+        assert reached.tolist() == [model.start <= place < model.start + 5 for place in range(30)] and len(runs) == count + 1
+
+
+def changed(change):
+    model = Net(lambda s, x: s.b(F.layer_norm(s.a(x), (8,), s.w, None, s.eps)), a=nn.Linear(12, 8), b=nn.Linear(8, 3), w=nn.Parameter(torch.ones(8)))
+    model.eps = 1e-5
+    return model.double(), change
+
+
+def _another_weight(model):
+    model.b = nn.Linear(8, 3).double()
+
+
+def _another_number(model):
+    model.eps = 1e-2
+
+
+def _frozen(model):
+    model.a.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_another_weight, _another_number, _frozen])
+def test_what_changes_is_noticed(change, runs):
+    model, _ = changed(change)
+    begun(model)
+    count = len(runs)
+    change(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert len(runs) == count
+
+
+def test_a_number_that_no_trail_shows(runs):
+    """Sizes are left out of the path by which steps are told apart; here one of them is a rule's business."""
+    model = Net(lambda s, x: s.b(F.layer_norm(s.a(x), s.shape, s.w)), a=nn.Linear(12, 16), b=nn.Linear(16, 3), w=nn.Parameter(torch.ones(16)), shape=(16,))
+    model = model.double()
+    program = next(iter(begun(model).made.values()))
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    with cw.capture(model) as tape:
+        losses = losses_of(model, x, y)
+    layouts = {record().key: program._layouts[program._place[record().key]] for record in tape.taps}
+    assert program.fits(tape, losses, layouts)
+    record = next(record() for record in tape.taps if record().use.func is F.layer_norm)
+    record.use.args = (record.use.args[0], (4, 4), *record.use.args[2:])
+    assert not program.fits(tape, losses, layouts)
+
+
+def test_a_program_that_is_wrong_is_not_used(runs, monkeypatch):
+    honest = staged.graph_of
+
+    def off(function, inputs, **options):
+        return honest(lambda *given: [1.2 * out if out.dim() > 1 else out for out in function(*given)], inputs, **options)
+
+    monkeypatch.setattr(staged, "graph_of", off)
+    model = MODELS["frozen statistics"][0]().double()
+    for _ in range(STEPS):
+        x, y = examples(9, 2, 6, 6), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert not runs
+
+
+def test_a_program_that_turns_out_wrong_is_left(runs, monkeypatch):
+    """After each verification it is held against the eager step again, before it is used."""
+    model = mlp(12, (8, 9), 3).double()
+    found = begun(model)
+    monkeypatch.setattr(staged, "are_same", lambda *args: False)
+    for _ in range(STEPS):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+        if found.made:
+            count = len(runs)
+    assert experience_of([model]).steps > 33 and not found.made and len(runs) == count
+
+
+def test_no_room_to_try_it_out(runs, monkeypatch):
+    monkeypatch.setattr(programs, "room_for_trial", lambda device: 3000)
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(STEPS):
+        step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    assert not runs
+    assert planner.room_for_trial(torch.device("cpu")) > 0
+
+
+def test_a_tap_that_hears_nothing_this_time(runs):
+    """A function of the user's may hand back no gradient at all, as the data says: then nothing is made of the step, and none after it fails."""
+
+    class Fickle(torch.autograd.Function):
+        silent = False
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None if Fickle.silent else grad
+
+    model = Net(lambda s, x: s.b(x) + Fickle.apply(s.a(x)), a=nn.Linear(12, 3), b=nn.Linear(12, 3)).double()
+    begun(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    Fickle.silent = True
+    with pytest.raises(cw.ConsumedTape, match="reached other calls"):
+        step(model, x, y)
+    found, _ = step(model, x, y)
+    assert set(found.sums) == {"b.weight", "b.bias"}
+    assert_same(found, without_tail(model, x, y))
+
+
+def test_rows_of_a_user_who_mixes_them_are_refused(runs):
+    model = Net(lambda s, x: s.a(x - x.mean(0)) if s.mixes else s.a(x), a=nn.Linear(12, 3), mixes=False).double()
+    begun(model)
+    model.mixes = True
+    with pytest.raises(cw.MixedExamples):
+        for _ in range(STEPS):
+            step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+
+
+def test_a_whole_training_has_the_numbers_of_the_eager_one(runs, monkeypatch):
+    def trained():
+        torch.manual_seed(3)
+        model = cnn(1, 16, 3).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        plan = cw.PrivacyPlan(dataset_size=60, batch_size=9, steps=30, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=0.5)
+        private = cw.PrivateTraining(model, optimizer, plan, own_batches=True, noise=cw.reproducible(5))
+        for _ in range(STEPS):
+            private.loss(losses_of(model, examples(9, 1, 16, 16), torch.randint(0, 3, (9,)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        private.close()
+        assert experience_of([model]).tails is None
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    found = trained()
+    assert runs
+    monkeypatch.setattr(tracing, "DEVICES", set())
+    expected = trained()
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
+
+
+def test_a_step_leaves_nothing_behind(runs):
+    """The gradients that reached the taps are gone with the step, without the garbage collector."""
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    seen = []
+    gc.disable()
+    try:
+        with cw.capture(model) as tape:
+            output = model(examples(9, 12))
+            output.register_hook(lambda grad: seen.append(weakref.ref(grad)) and None)
+            losses = F.cross_entropy(output, torch.randint(0, 3, (9,)), reduction="none")
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+        del output, losses, tape
+        assert seen and seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def traced(function, *inputs):
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        stand_ins = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in inputs]
+    return graph_of(function, stand_ins, in_steps=True)
+
+
+def test_stages_in_any_order_let_go_of_what_is_not_needed():
+    def function(a, b, c):
+        return [(a @ a.mT).sum(1) * b, b.sin().cos() + c]
+
+    inputs = [torch.randn(4, 3), torch.randn(4), torch.randn(4)]
+    stages = Stages(traced(function, *inputs), [1, 1, 1])
+    for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0]):
+        running = stages.begin()
+        for number, place in enumerate(order):
+            assert running.outputs() is None
+            running.give(place, [inputs[place]])
+            if order == [0, 1, 2] and number == 0:
+                assert [tuple(value.shape) for value in running._values.values()] == [(4,)]  # not the matrix
+        assert all(map(torch.equal, running.outputs(), function(*inputs)))
+        assert list(running._values) == ["output"]
+
+
+def test_what_is_written_to_is_read_before_and_after_as_it_was():
+    """b comes last, and is added to what `a` was before c is written there."""
+
+    def function(a, c, b):
+        memory = a * 2
+        early, part = memory + b, memory[1:]
+        part.add_(c[1:])
+        return [early, memory * 3, part.clone()]
+
+    inputs = [torch.randn(4) for _ in range(3)]
+    running = Stages(traced(function, *inputs), [1, 1, 1]).begin()
+    for place, tensor in enumerate(inputs):
+        running.give(place, [tensor])
+    assert all(map(torch.equal, running.outputs(), function(*inputs)))
+
+
+def test_views_are_shortened_and_stay_what_they_are():
+    def function(x, y):
+        turned = x.transpose(0, 1).reshape(6, 4).view(2, 3, 4).mT.unsqueeze(0).flatten(0, 1)
+        part = x[1].mT[2:]
+        same = (y.view(3, 4).view(12) + 1).view(4, 3).view(2, 6)
+        return [turned.mul(2), part.exp(), same, y.view(3, 4).view(12).sin(), y.view(12).sin(), x.expand(5, 2, 3, 4).sum(0)]
+
+    whole = torch.randn(3, 4, 2, 4)
+    for x in (torch.randn(2, 3, 4), torch.randn(4, 3, 2).permute(2, 1, 0), whole[:, 1].transpose(0, 1)[:, :, :]):
+        inputs = [x, torch.randn(12)]
+        graph = traced(function, *inputs)
+        before = len(graph.graph.nodes)
+        running = Stages(graph, [2]).begin()
+        running.give(0, inputs)
+        assert all(map(torch.equal, running.outputs(), function(*inputs)))
+        assert len(graph.graph.nodes) < before
+
+
+def test_a_gradient_laid_out_otherwise_is_copied():
+    like = staged.Like.of(torch.empty(3, 4))
+    turned = torch.randn(4, 3).t()
+    assert torch.equal(like.laid_out(turned), turned) and like.laid_out(turned).stride() == (4, 1)
+    straight = torch.randn(3, 4)
+    assert like.laid_out(straight) is straight
+    repeated = staged.Like.of(torch.zeros(()).expand(3, 4))
+    assert repeated.stride == (4, 1) and repeated.nbytes == 48
