@@ -332,3 +332,54 @@ def test_a_graph_with_kernels_gives_the_numbers_of_plain_operations(name, monkey
     assert torch.equal(finite, real)
     for key, total in zip(traced.names, sums, strict=True):
         torch.testing.assert_close(total, expected[key], rtol=1e-3, atol=1e-5)
+
+
+class Pretended:
+    """A kernel of Triton's that notes how it was started."""
+
+    arg_names = ("x", "y", "length", "BLOCK")
+
+    def __init__(self):
+        self.looked, self.known = [], []
+
+    def __getitem__(self, grid):
+        def first(*arguments, BLOCK, num_warps=4):
+            self.looked.append((grid, *arguments, BLOCK))
+            return self
+
+        def again(*arguments):
+            self.known.append((grid, *arguments))
+
+        return first if len(grid) == 1 else again
+
+
+def test_a_kernel_is_looked_up_once_for_arguments_of_one_kind():
+    from clipwise.kernels.launch import launch
+
+    kernel, x, y = Pretended(), torch.zeros(64), torch.ones(64)
+
+    def count(*arguments, grid=(8,), **constants):
+        before = len(kernel.looked)
+        launch(kernel, grid, *arguments, **({"BLOCK": 16, "num_warps": 4} | constants))
+        return len(kernel.looked) - before
+
+    assert count(x, y, 64) == 1 and count(x, y, 64) == 0
+    assert kernel.known == [((8, 1, 1), x, y, 64, 16)]  # all of its parameters, in their order
+    assert count(y, x, 64) == 0  # other numbers in memory laid out alike
+    assert count(x[1:], y, 64) == 1  # another alignment
+    assert count(x.double(), y, 64) == 1
+    assert count(x, y, 63) == 1
+    assert count(x, y, 64, BLOCK=32) == 1
+    assert count(x, y, 64, num_warps=8) == 1
+    assert count(x, y, 64, grid=(9,)) == 1
+    other = Pretended()
+    launch(other, (8,), x, y, 64, BLOCK=16, num_warps=4)
+    assert len(other.looked) == 1
+
+
+def test_numbers_on_their_way():
+    from clipwise.streams import OnTheWay
+
+    assert OnTheWay().numbers() == []
+    numbers = OnTheWay([torch.tensor(2.0), torch.tensor(0.5, dtype=torch.bfloat16)])
+    assert numbers.numbers() == numbers.numbers() == [2.0, 0.5]

@@ -149,6 +149,22 @@ def test_a_scaled_loss(ready, factor):
     refused(private, cw.WrongScale, f"multiplied by {factor:g} before", loss.backward)
 
 
+def test_a_loss_that_is_scaled_later_where_the_device_is_not_waited_for():
+    """As on a GPU after the first steps: the scale is on its way to the host when the step is released, which does not depend on it."""
+    private, model, optimizer = training(own_batches=True)
+    x, y = torch.randn(10, 5, dtype=torch.float64), torch.randint(0, 3, (10,))
+    private._updates._waits = 4
+    private.loss(losses_of(model, x, y)).backward()
+    private._updates._scales.append(torch.tensor(10.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    private.loss(losses_of(model, x.clone(), y)).backward()
+    refused(private, cw.WrongScale, "multiplied by 10 before", optimizer.step)
+    optimizer.step()  # nothing was lost
+    assert private.ledger.spent == 2
+    private.close()
+
+
 def test_an_undeclared_scaler(ready):
     private, model, _, x, y = ready
     scaler = torch.amp.GradScaler("cpu")

@@ -17,7 +17,7 @@ from clipwise.compiled.trace import graph_of
 from clipwise.experience import experience_of
 from clipwise.models import Transformer, cnn, mlp
 from helpers import Net, examples
-from test_tail import assert_same, losses_of, step, without_tail, words
+from test_tail import Positions, assert_same, losses_of, step, without_tail, words
 
 STEPS = 20  # a program is there after twelve, and held against the eager step once more after the sixteenth
 
@@ -31,24 +31,6 @@ def runs(monkeypatch):
     monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 0)
     monkeypatch.setattr(staged.Staged, "__call__", lambda self, *args: made.append(self) or honest(self, *args))
     return made
-
-
-class Positions(nn.Module):
-    """Weights that are looked up, sliced and repeated before they meet examples; one of them is used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.places = nn.Embedding(20, 8), nn.Embedding(30, 8)
-        self.first, self.norm = nn.Parameter(torch.randn(1, 1, 8)), nn.LayerNorm(8)
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.start = 10
-
-    def forward(self, x):
-        places = torch.arange(self.start, self.start + x.shape[1]).unsqueeze(0)
-        x = self.words(x) + self.places(places)
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
-        x = self.norm(x + F.linear(x, self.layer.weight[:, :8], self.layer.bias)).tanh()
-        return self.head(F.linear(x.mean(1), self.layer.weight))
 
 
 MODELS = {
@@ -108,7 +90,9 @@ def test_numbers_of_rows_are_read_anew(runs):
 
 
 def changed(change):
-    model = Net(lambda s, x: s.b(F.layer_norm(s.a(x), (8,), s.w, None, s.eps)), a=nn.Linear(12, 8), b=nn.Linear(8, 3), w=nn.Parameter(torch.ones(8)))
+    model = Net(
+        lambda s, x: s.b(F.layer_norm(s.a(x), (8,), s.w, None, s.eps)), a=nn.Linear(12, 8), b=nn.Linear(8, 3), w=nn.Parameter(torch.ones(8))
+    )
     model.eps = 1e-5
     return model.double(), change
 
@@ -136,9 +120,25 @@ def test_what_changes_is_noticed(change, runs):
     assert len(runs) == count
 
 
+def test_sequences_of_another_length(runs):
+    model = Net(lambda s, x: s.b(s.a(x).tanh().mean(1)), a=nn.Linear(12, 8), b=nn.Linear(8, 3)).double()
+    begun(model, lambda n: examples(n, 5, 12))
+    count = len(runs)
+    for length in (7, 3):
+        x, y = examples(9, length, 12), torch.randint(0, 3, (9,))
+        assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert len(runs) == count
+
+
 def test_a_number_that_no_trail_shows(runs):
     """Sizes are left out of the path by which steps are told apart; here one of them is a rule's business."""
-    model = Net(lambda s, x: s.b(F.layer_norm(s.a(x), s.shape, s.w)), a=nn.Linear(12, 16), b=nn.Linear(16, 3), w=nn.Parameter(torch.ones(16)), shape=(16,))
+    model = Net(
+        lambda s, x: s.b(F.layer_norm(s.a(x), s.shape, s.w)),
+        a=nn.Linear(12, 16),
+        b=nn.Linear(16, 3),
+        w=nn.Parameter(torch.ones(16)),
+        shape=(16,),
+    )
     model = model.double()
     program = next(iter(begun(model).made.values()))
     x, y = examples(9, 12), torch.randint(0, 3, (9,))

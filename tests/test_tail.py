@@ -76,6 +76,24 @@ class Words(nn.Module):
         return self.head(states[-1])
 
 
+class Positions(nn.Module):
+    """Weights that are looked up, sliced and repeated before they meet examples; one of them is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 8), nn.Embedding(30, 8)
+        self.first, self.norm = nn.Parameter(torch.randn(1, 1, 8)), nn.LayerNorm(8)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.start = 10
+
+    def forward(self, x):
+        places = torch.arange(self.start, self.start + x.shape[1], device=x.device).unsqueeze(0)
+        x = self.words(x) + self.places(places)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x = self.norm(x + F.linear(x, self.layer.weight[:, :8], self.layer.bias)).tanh()
+        return self.head(F.linear(x.mean(1), self.layer.weight))
+
+
 def words(batch):
     return torch.randint(0, 20, (batch, 5))
 
@@ -85,6 +103,7 @@ MODELS = {
     "cnn": (lambda: cnn(1, 16, 3), lambda n: examples(n, 1, 16, 16)),
     "lstm": (lambda: OverRows(nn.LSTM, 6, 5, 3), lambda n: examples(n, 1, 7, 6)),
     "words": (Words, words),
+    "positions": (Positions, words),
     "transformer": (lambda: Transformer(torch.randn(20, 8), 3, heads=2, hidden=12, longest=8).double(), words),
 }
 
