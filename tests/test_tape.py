@@ -553,3 +553,35 @@ def test_what_other_streams_leave_is_waited_for(monkeypatch):
     streams.join()
     assert set(here.waited_for) == {side, other_side} and len(here.waited_for) == 2
     assert not there.waited_for and not side.waited_for
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["captured", "trained"])
+def test_what_lies_between_model_and_losses_is_let_go_before_the_backward_pass(trained):
+    """Logits of a language model are as large as all else; only a step that is verified needs them again."""
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = cw.PrivacyPlan(dataset_size=60, batch_size=9, steps=30, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=0.5)
+    private = cw.PrivateTraining(model, optimizer, plan, own_batches=True) if trained else None
+    alive = []
+
+    def losses_of(x, seen):
+        output = model(x)
+        wide = output.double()
+        seen += [weakref.ref(output), weakref.ref(wide)]
+        output.register_hook(lambda grad: alive.append([ref() is not None for ref in seen]) and None)
+        return F.cross_entropy(wide, torch.arange(9) % 4, reduction="none")
+
+    for _ in range(7):
+        seen = []
+        x = torch.randn(9, 6)
+        if private is not None:
+            private.loss(losses_of(x, seen)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with cw.capture(model) as tape:
+                losses = losses_of(x, seen)
+            cw.clipped_loss(tape, losses, cw.flat(0.3)).backward()
+    assert alive[-1] == [False, False] and [True, True] in alive
+    if private is not None:
+        private.close()

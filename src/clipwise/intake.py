@@ -54,6 +54,7 @@ class Intake:
         check_deferred(tape, losses, calls)
         self._check_due(len(losses))
         rows = self._rows(tape, losses, calls, inputs)
+        del calls  # they hold what came between the model and the losses
         counts = not self.draws.is_placeholder
         with self.block.asleep():
             clipped = clip(tape, losses, clipping, method) if counts else self._nothing(tape, losses)

@@ -201,11 +201,15 @@ class Tape:
         """These losses have become a gradient; nothing more can be made of them."""
         self._collected = None
         self._spent.update({id(record): record for record in self._heard.pop(id(losses), [])})
-        self.root_calls.clear()
-        self.program.clear()
+        self.forget_calls()
         self.fixed.clear()
         key = id(losses)
         self._consumed[key] = weakref.ref(losses, lambda _: self._consumed.pop(key, None))
+
+    def forget_calls(self) -> None:
+        """What was called by whom is of no further interest; nor are the tensors that this holds."""
+        self.root_calls.clear()
+        self.program.clear()
 
     def check_unused(self, losses: Tensor) -> None:
         consumed = self._consumed.get(id(losses))

@@ -13,11 +13,12 @@ from .base import Clipped, from_factors
 
 def bookkeep(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """Backward to the taps once; then Σ ν_i g_i from the same factors that gave ‖g_i‖. Of small models the second half is replayed."""
-    clipped = route = None
-    if isinstance(losses, Tensor) and can_be_recorded(losses.device):
+    check_losses(tape, losses)
+    route, clipped = route_to(tape, losses), None
+    if route.layouts is not None and not tape.experience.will_look_again:
+        tape.forget_calls()  # only a verification asks for them, and they hold what came between the model and the losses
+    if can_be_recorded(losses.device):
         from ..compiled.tails import clipped_by_tail  # which builds on this package
 
-        check_losses(tape, losses)
-        route = route_to(tape, losses)
         clipped = clipped_by_tail(tape, losses, clipping, route)
     return from_factors(tape, losses, collect(tape, losses, route=route), clipping) if clipped is None else clipped
