@@ -538,11 +538,12 @@ def test_what_other_streams_leave_is_waited_for(monkeypatch):
         is_cuda = True
 
         def __init__(self, device):
-            self.device = device
+            self.device = torch.device("cuda", device)
 
-    side, other_side, here, there = Stream(0), Stream(0), Stream(0), Stream(1)
+    side, other_side, here, there = (Stream(torch.device("cuda", device)) for device in (0, 0, 0, 1))
     current = {0: here, 1: there}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device.index])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(current[device]), raising=False)
     streams = Streams()
     streams.note(torch.zeros(2))  # on the host
     for stream in (here, side, other_side, side):

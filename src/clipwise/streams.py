@@ -20,7 +20,7 @@ class Streams:
     """The streams on which something was handed over."""
 
     def __init__(self) -> None:
-        self._heard: set[torch.cuda.Stream] = set()
+        self._heard: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and address: streams are costly to ask for
 
     def noting(self, receive: Receive) -> Receive:
         """`receive`, and the stream it was called on is noted."""
@@ -34,11 +34,13 @@ class Streams:
     def note(self, tensor: Tensor) -> None:
         """This tensor was made on the stream that is current now, on this thread."""
         if tensor.is_cuda:
-            self._heard.add(torch.cuda.current_stream(tensor.device))
+            key = tensor.device.index, torch._C._cuda_getCurrentRawStream(tensor.device.index)
+            if key not in self._heard:
+                self._heard[key] = torch.cuda.current_stream(tensor.device)
 
     def join(self) -> None:
         """What the caller's streams do from now on comes after all of it."""
-        for stream in self._heard:
+        for stream in self._heard.values():
             here = torch.cuda.current_stream(stream.device)
             if here != stream:
                 here.wait_stream(stream)
