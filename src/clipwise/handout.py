@@ -17,7 +17,7 @@ def handed_out(value: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[st
     """`value` as a scalar that depends on the parameters: `.backward()` adds sums[name] to the gradient of parameters[name]."""
     names = [name for name in sums if name in parameters]
     with torch._C.DisableTorchFunction():  # none of a tape's business
-        totals = [sums[name].to(parameters[name].dtype) for name in names]
+        totals = [sums[name] if sums[name].dtype == parameters[name].dtype else sums[name].to(parameters[name].dtype) for name in names]
     return applied(_HandOut, value, listener, len(names), *totals, *(parameters[name] for name in names))
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as _flatten
+from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from .kernels import are_available
-from .numerics import number_on
+from .numerics import accumulation_dtype, number_on
 from .randomness import Randomness, Seeded
 
 _MOST_BY_KERNEL = 2**31  # numbers from one seed
@@ -29,15 +31,14 @@ def noised(
         for number, places in enumerate(_chunks(parameters)):
             first = parameters[places[0]]
             sizes = [parameters[place].numel() for place in places]
-            flat = [_flat(sums[place], parameters[place]) for place in places]
-            total = torch.cat(flat) if len(flat) > 1 else flat[0]
+            total = _flatten([_sum_of(sums[place], parameters[place]) for place in places])
             draw = _purpose(purpose, number), step
             if _is_drawn_by_kernel(first, sum(sizes)) and isinstance(randomness, Seeded):
                 noisy = _by_kernel(total, deviation / divisor, 1 / divisor, randomness.seed(*draw), first.dtype)
             else:
                 normals = randomness.gaussians(sum(sizes), *draw, first.device).mul_(deviation / divisor)
                 noisy = normals.add_(total, alpha=1 / divisor).to(first.dtype)
-            parts = [part.view(parameters[place].shape) for place, part in zip(places, noisy.split(sizes))]
+            parts = _unflatten(noisy, [parameters[place] for place in places])
             separate = torch._foreach_add(parts, 0.0) if apart and len(parts) > 1 else parts
             for place, gradient in zip(places, separate):
                 parameter = parameters[place]
@@ -45,9 +46,8 @@ def noised(
     return found
 
 
-def _flat(total: Tensor | None, parameter: Tensor) -> Tensor:
-    zeros = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.numel(), dtype=zeros, device=parameter.device) if total is None else total.reshape(-1)
+def _sum_of(total: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) if total is None else total
 
 
 def _is_drawn_by_kernel(parameter: Tensor, count: int) -> bool:
