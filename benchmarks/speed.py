@@ -15,6 +15,7 @@ Writes a table as JSON, and a plot beside it.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,8 +87,8 @@ def peer_way(name: str) -> Way:
 def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
     """Times an ordinary eager step, one group of bars a case."""
     ways = list(dict.fromkeys(way for rows in cases.values() for way in rows))
-    lines = [list(cases.items())[start : start + _IN_A_LINE] for start in range(0, len(cases), _IN_A_LINE)]
-    longest = max(map(len, lines))
+    longest = math.ceil(len(cases) / math.ceil(len(cases) / _IN_A_LINE))
+    lines = [list(cases.items())[start : start + longest] for start in range(0, len(cases), longest)]
     figure = new_figure()
     figure.set_size_inches(max(7.0, 1.2 + longest * (0.4 + 0.2 * len(ways))), 0.8 + 3.4 * len(lines))
     everyone = figure.subplots(len(lines), 1, sharey=True, squeeze=False)[:, 0]
@@ -106,12 +107,14 @@ def _draw_line(axes: Any, cases: list[tuple[str, dict[str, dict[str, float]]]], 
             (place - 0.42 + (number + 0.5) * width, rows[way]["times_ordinary"]) for place, (_, rows) in enumerate(cases) if way in rows
         ]
         if bars:
-            axes.bar([x for x, _ in bars], [height for _, height in bars], 0.92 * width, label=way, color=_COLOURS[number % len(_COLOURS)])
+            axes.bar([x for x, _ in bars], [height for _, height in bars], 0.92 * width, label=way, color=_COLOURS.get(way, "#E69F00"))
         for x, height in bars:
             axes.text(x, height * 1.04, f"{height:.2f}", ha="center", va="bottom", fontsize=7, rotation=90)
     axes.axhline(1.0, color="#999999", linewidth=1)
     axes.set(yscale="log", ylabel="times an ordinary eager step")
     axes.margins(y=0.12)
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "1235" else "")
     axes.set_xticks(range(len(cases)), [name.replace(" ", "\n", 1) for name, _ in cases], fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -124,7 +127,7 @@ WAYS: dict[str, Way] = {
     "private, compiled": compiled_way("inductor"),
     **{name: peer_way(name) for name in OPACUS},
 }
-_COLOURS = ("#999999", "#444444", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#8B5A83")
+_COLOURS = dict(zip(WAYS, ("#999999", "#444444", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#8B5A83")))
 
 
 def main() -> None:
