@@ -11,10 +11,11 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import planner, tracing
-from clipwise.compiled import programs, staged, tails
+from clipwise.compiled import arrivals, programs, staged, tails
 from clipwise.compiled.stages import Stages
 from clipwise.compiled.trace import graph_of
 from clipwise.experience import experience_of
+from clipwise.methods.base import Clipped
 from clipwise.models import Transformer, cnn, mlp
 from helpers import Net, examples
 from test_tail import Positions, assert_same, losses_of, step, without_tail, words
@@ -38,6 +39,22 @@ MODELS = {
     "cnn": (lambda: cnn(1, 16, 3), lambda n: examples(n, 1, 16, 16)),
     "transformer": (lambda: Transformer(torch.randn(20, 8), 3, heads=2, hidden=12, longest=8), words),
     "positions": (Positions, words),
+    "overlapping slices": (
+        lambda: Net(
+            lambda s, x: F.linear(x[:, :3], s.w[:, :3]) + F.linear(x[:, 1:4], s.w[:, 1:4]) + s.a(x),
+            w=nn.Parameter(torch.randn(3, 4)),
+            a=nn.Linear(12, 3),
+        ),
+        lambda n: examples(n, 12),
+    ),
+    "a slice and the whole": (
+        lambda: Net(lambda s, x: F.linear(x[:, :3], s.w[:, :3]) + F.linear(x[:, 4:8], s.w), w=nn.Parameter(torch.randn(3, 4))),
+        lambda n: examples(n, 12),
+    ),
+    "padded patches": (
+        lambda: Net(lambda s, x: s.b(s.c(x).flatten(2).mean(2)), c=nn.Conv1d(8, 8, 2, stride=2, groups=8, padding=1), b=nn.Linear(8, 3)),
+        lambda n: examples(n, 8, 6),
+    ),
     "frozen statistics": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)).eval(),
         lambda n: examples(n, 2, 6, 6),
@@ -178,6 +195,51 @@ def test_a_program_that_turns_out_wrong_is_left(runs, monkeypatch):
     assert experience_of([model]).steps > 33 and not found.made and len(runs) == count
 
 
+class Losses(nn.Module):
+    """Two heads of one shape, one or both of which are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.a(x).tanh()
+        return self.b(hidden), self.c(hidden)
+
+
+def test_heads_that_look_alike(runs):
+    model = Losses().double()
+
+    def sums(x, y, number):
+        with cw.capture(model) as tape:
+            losses = F.cross_entropy(model(x)[number % 2], y, reduction="none")
+        return cw.clipped_gradients(tape, losses, cw.flat(0.3))
+
+    for number in range(2 * STEPS):
+        x, y = examples(9, 12), torch.randint(0, 3, (9,))
+        found = sums(x, y, number)
+        devices, tracing.DEVICES = tracing.DEVICES, set()
+        expected = sums(x, y, number)
+        tracing.DEVICES = devices
+        assert found.keys() == expected.keys() and ("b.weight" in found) == (number % 2 == 0)
+        assert all(torch.allclose(found[name], total, rtol=1e-9, atol=1e-12) for name, total in expected.items())
+    assert len(set(runs)) == 2
+
+
+def test_a_small_parameter_or_a_norm_that_is_wrong_is_noticed():
+    """In a step its gradient may be the largest."""
+    names, weights, finite = ("large", "small"), torch.ones(4), torch.ones(4, dtype=torch.bool)
+    sums, squares = {"large": torch.full((50, 50), 10.0), "small": torch.ones(2)}, torch.ones(2, 4, dtype=torch.float64)
+
+    def same(squares_found=squares, weights_found=weights, **changed):
+        found = arrivals.Measured(Clipped({name: changed.get(name, sums[name]) for name in names}, weights_found, finite), squares_found)
+        return arrivals.are_same(found, arrivals.Measured(Clipped(sums, weights, finite), squares), torch.float32)
+
+    assert same() and same(small=sums["small"] * 1.001)
+    assert not same(small=torch.zeros(2)) and not same(large=sums["large"] * 1.1)
+    assert not same(torch.ones(2, 4).index_fill(0, torch.tensor(1), 0.0).double()) and not same(weights_found=weights * 0.9)
+
+
 def test_no_room_to_try_it_out(runs, monkeypatch):
     monkeypatch.setattr(programs, "room_for_trial", lambda device: 3000)
     model = mlp(12, (8, 9), 3).double()
@@ -295,6 +357,35 @@ def test_what_is_written_to_is_read_before_and_after_as_it_was():
 
     inputs = [torch.randn(4) for _ in range(3)]
     running = Stages(traced(function, *inputs), [1, 1, 1]).begin()
+    for place, tensor in enumerate(inputs):
+        running.give(place, [tensor])
+    assert all(map(torch.equal, running.outputs(), function(*inputs)))
+
+
+@pytest.mark.parametrize("view", ["view", "as_strided", "t"])
+def test_what_is_written_through_a_view_is_read_after_it(view):
+    """Nothing but the memory they share tells that one comes before the other."""
+
+    def function(a, c, b):
+        memory = a * 2
+        part = {"view": memory.view(2, 8), "as_strided": memory.as_strided((2, 4), (8, 1), 4), "t": memory.t()}[view]
+        part.add_(c.view(-1)[: part.numel()].view(part.shape))
+        return [memory.square().sum(), memory.view(16) + b]
+
+    inputs = [torch.randn(4, 4), torch.randn(4, 4), torch.randn(16)]
+    running = Stages(traced(function, *inputs), [1, 1, 1]).begin()
+    for place, tensor in enumerate(inputs):
+        running.give(place, [tensor])
+    assert all(map(torch.equal, running.outputs(), function(*inputs)))
+
+
+def test_views_by_strides_of_what_was_computed_are_left_alone():
+    def function(a, c):
+        turned = (a * 2).as_strided((2, 2), (1, 2))
+        return [turned.unsqueeze(0) + c, turned.unsqueeze(0).squeeze(0) * c, a.as_strided((2,), (1,), 2).view(1, 2).exp()]
+
+    inputs = [torch.randn(4), torch.randn(2, 2)]
+    running = Stages(traced(function, *inputs), [1, 1]).begin()
     for place, tensor in enumerate(inputs):
         running.give(place, [tensor])
     assert all(map(torch.equal, running.outputs(), function(*inputs)))

@@ -586,3 +586,40 @@ def test_what_lies_between_model_and_losses_is_let_go_before_the_backward_pass(t
     assert alive[-1] == [False, False] and [True, True] in alive
     if private is not None:
         private.close()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (lambda x: x.mean(-1), lambda x: x.mean(-2)),
+        (lambda x: x.mean((-1,)), lambda x: x.mean((-2,))),
+        (lambda x: x * -1.0, lambda x: x * -2.0),
+        (lambda x: x.clamp(min=1), lambda x: x.clamp(max=1)),
+        (lambda x: x[..., -1], lambda x: x[..., -2]),
+    ],
+)
+def test_the_trail_tells_calls_apart(calls):
+    """hash(-1) is hash(-2)."""
+    model, x = nn.Linear(6, 4), torch.randn(5, 6)
+    trails = set()
+    for call in calls:
+        with cw.capture(model) as tape:
+            call(model(x))
+        trails.add(tape.trail)
+    assert len(trails) == 2
+
+
+def test_an_axis_that_changes_to_that_of_the_examples_is_noticed_at_once():
+    model = Net(lambda s, x: s.b(s.a(x) - s.a(x).mean(s.axis, keepdim=True)), a=nn.Linear(12, 8), b=nn.Linear(8, 3), axis=-1).double()
+
+    def step():
+        x = examples(9, 12)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+
+    for _ in range(4):
+        step()
+    model.axis = -2
+    with pytest.raises(cw.MixedExamples):
+        step()

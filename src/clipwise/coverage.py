@@ -16,7 +16,8 @@ from .marks import Marks
 from .taps import Keep, Tap
 
 _HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
-_TAP_NAMES = {f"{function.__name__}Backward" for function in (Tap, Keep)}
+_TAP_NAME, _KEEP_NAME = (f"{function.__name__}Backward" for function in (Tap, Keep))
+_TAP_NAMES = {_TAP_NAME, _KEEP_NAME}
 
 
 def fingerprint(losses: Tensor) -> int:
@@ -32,6 +33,11 @@ def fingerprint(losses: Tensor) -> int:
                     seen.add(parent)
                     queue.append(parent)
     return hash(tuple(names))
+
+
+def taps_behind(losses: Tensor) -> frozenset[int]:
+    """Keys of the taps that a backward pass from these losses may reach."""
+    return frozenset(node.record.key for node in graph_nodes(losses) if node.name() == _TAP_NAME)
 
 
 def graph_nodes(losses: Tensor) -> Iterator[Any]:

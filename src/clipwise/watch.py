@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,10 @@ from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
 from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks
+from .trail import SMALL, as_number, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
-
-_SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
 
 
 class Watch(TorchFunctionMode):
@@ -55,6 +53,7 @@ class Watch(TorchFunctionMode):
         said: list[Any] = [tape.trail, trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
+            said.extend(kwargs)
             example = self._look_through(kwargs.values(), tracked, said, trait.takes_sizes) or example
         tape.trail = hash(tuple(said))
         guard = GUARDS.get(func)
@@ -107,16 +106,18 @@ class Watch(TorchFunctionMode):
                 elif not is_lazy(value) and value.dim() == 0:
                     said.append(marks.version_of(value))
             elif isinstance(value, int):
-                if not takes_sizes or value in _SMALL:
-                    said.append(value)
-            elif isinstance(value, float | str) or (type(value) is tuple and not takes_sizes and holds_numbers_only(value)):
+                if not takes_sizes or value in SMALL:
+                    said.append(told_apart(value))
+            elif isinstance(value, float | str):
+                said.append(told_apart(value))
+            elif type(value) is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
                 said.append(value)
             elif isinstance(value, list | tuple):
                 example = self._look_through(value, tracked, said, takes_sizes) or example
             elif isinstance(value, slice):
                 self._look_through((value.start, value.stop, value.step), tracked, said, False)
             elif value is not None and hasattr(value, "__index__"):  # an integer of numpy's
-                said.append(_as_number(value))
+                said.append(told_apart(as_number(value)))
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
@@ -288,11 +289,3 @@ class Watch(TorchFunctionMode):
             return Slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
 
         return use.with_others(put_away), tuple(kept)
-
-
-def _as_number(value: Any) -> int | None:
-    """An integer of numpy's; None for what only looks like one."""
-    try:
-        return operator.index(value)
-    except Exception:
-        return None

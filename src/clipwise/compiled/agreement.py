@@ -22,6 +22,23 @@ def agree(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype, most: 
     return difference <= _TOLERANCE[precision] * max(size, 1e-3 * most)
 
 
+def agree_each(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype) -> bool:
+    """‖difference‖ ≤ tolerance·‖sum‖ for each of them, or a hundredth of that of what they have on average."""
+    sizes = [float(b.double().norm()) for _, b in pairs]
+    average = (sum(size**2 for size in sizes) / max(len(sizes), 1)) ** 0.5
+    return all(
+        float((a.double() - b.double()).norm()) <= _TOLERANCE[precision] * max(size, 1e-2 * average) for (a, b), size in zip(pairs, sizes)
+    )
+
+
+def norms_agree(found: Tensor, expected: Tensor, precision: torch.dtype) -> bool:
+    """Squared norms, in which each way allows for its own rounding: twice the tolerance, and twice more in squares."""
+    tolerance = 4 * _TOLERANCE[precision]
+    return bool(
+        torch.isclose(found.cpu(), expected.cpu(), rtol=tolerance, atol=1e-12 * float(expected.amax()) if expected.numel() else 0.0).all()
+    )
+
+
 def coarsest(graph: GraphModule, device: torch.device) -> torch.dtype:
     """The coarsest precision in which a graph computes. TF32 has the digits of float16."""
     found = {torch.float64}

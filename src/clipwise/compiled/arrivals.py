@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,15 @@ from ..clipping import Clipping
 from ..derived import path_of, standing_in
 from ..layout import Layout
 from ..marks import Marks
-from ..methods.base import Clipped, value_of
+from ..methods.base import Clipped, from_factors, value_of
 from ..numerics import accumulation_dtype
 from ..passes import Arrival, gradients_from
 from ..tape import Tape
 from ..taps import Record, Slot
 from ..tracing import NotTraceable
-from .agreement import agree
+from .agreement import agree_each, norms_agree
 from .trace import masked_sums
 
-Eagerly = Callable[[Sequence[Arrival], Tensor], Clipped]
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -73,7 +73,7 @@ def clipped_sums(
     tape: Tape, records: Sequence[Record], sizes: Sequence[int], layouts: Sequence[Layout], clipping: Clipping, names: list[str]
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     """The function of a graph: from what reached each tap (so many tensors), losses, a mask and 1/C² to the sums of `names`, which it fills in,
-    the value of the loss, the weights of the examples and which of them are finite."""
+    the value of the loss, squared norms, the weights of the examples and which of them are finite."""
     row_numbers = [_row_numbers(record, tape.marks) for record in records]
 
     def function(*inputs: Tensor) -> list[Tensor]:
@@ -86,22 +86,50 @@ def clipped_sums(
             for numbers, stand_in in zip(mine, kept[len(kept) - len(mine) :])
         }
         with tape.pause(), standing_in(stand_ins):
-            found = masked_sums(gradients_from(tape, traced, layouts, losses), tape, losses, clipping, real, inverse_square)
+            found, squares = masked_sums(gradients_from(tape, traced, layouts, losses), tape, losses, clipping, real, inverse_square)
         names[:] = found.sums
         value = value_of(found.weights, found.finite, losses.to(accumulation_dtype(losses.dtype)))
-        return [*found.sums.values(), value, found.weights, found.finite]
+        return [*found.sums.values(), value, squares, found.weights, found.finite]
 
     return function
 
 
-def are_same(found: Clipped, expected: Clipped, precision: torch.dtype, most: float) -> bool:
-    """Whether both are the clipped sums of the same examples, all of them finite, up to rounding. `most`: what their norm can be."""
+@dataclass(frozen=True)
+class Measured:
+    """Clipped sums and the squared norms behind them, (parameters, B)."""
+
+    clipped: Clipped
+    squares: Tensor
+
+
+Eagerly = Callable[[Sequence[Arrival], Tensor], Measured]
+
+
+def eagerly(tape: Tape, layouts: Sequence[Layout], clipping: Clipping) -> Eagerly:
+    """The computation that a graph stands for, as an eager step makes it."""
+
+    def measured(arrivals: Sequence[Arrival], losses: Tensor) -> Measured:
+        squares = gradients_from(tape, arrivals, layouts, losses).squared_norms()
+        return Measured(clipped_by(arrivals, losses), torch.stack([one.cpu() for one in squares.values()]))
+
+    def clipped_by(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
+        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
+
+    return measured
+
+
+def are_same(found: Measured, expected: Measured, precision: torch.dtype) -> bool:
+    """Whether both are of the same examples, all of them finite, up to rounding: each sum and each norm, since in a step any of them may matter most."""
+    return _are_same(found.clipped, expected.clipped, precision) and norms_agree(found.squares, expected.squares, precision)
+
+
+def _are_same(found: Clipped, expected: Clipped, precision: torch.dtype) -> bool:
     weights = [(found.weights.cpu(), expected.weights.cpu())]
     pairs = [(total, expected.sums[name]) for name, total in found.sums.items() if name in expected.sums]
     return (
         len(pairs) == len(found.sums) == len(expected.sums)
         and bool(found.finite.all())
         and bool(expected.finite.all())
-        and agree(weights, precision, 0.0)
-        and agree(pairs, precision, most)
+        and agree_each(weights, precision)
+        and agree_each(pairs, precision)
     )

@@ -1,24 +1,30 @@
-"""When the tail of an eager step becomes a program (staged.py): steps with batches of one size of a model that is too large to be recorded."""
+"""When the tail of an eager step becomes a program (staged.py): steps that reach the same taps, with batches of one size, of a model that is too
+large to be recorded."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
 from ..clipping import Clipping
 from ..collect import check_heard
+from ..coverage import taps_behind
 from ..errors import ConsumedTape
 from ..layout import Layout
 from ..methods.base import Clipped, from_factors
-from ..passes import Arrival, evaluate, gradients_from
+from ..passes import evaluate
 from ..planner import room_for_trial
 from ..tape import Tape
 from ..taps import Record
+from .arrivals import eagerly
 from .staged import Noted, Staged
 
+_Key = tuple[int, frozenset[int]]  # examples, and keys of taps
 _PATIENCE = 3  # steps with batches of one size before they are worth a program
 _MOST = 8  # programs that are made for one kind of step
 _ROOM = 4  # times what reaches the taps must be free for holding a program against the eager step
@@ -26,22 +32,22 @@ _ROOM = 4  # times what reaches the taps must be free for holding a program agai
 
 @dataclass
 class Programs:
-    """Of one kind of steps, by the size of the batch."""
+    """Of one kind of steps, by the size of the batch and the taps behind the losses."""
 
-    steps: Counter[int] = field(default_factory=Counter)
-    made: dict[int, Staged] = field(default_factory=dict)
-    looked_at: dict[int, int] = field(default_factory=dict)  # how often the model had been verified when they were last found right
+    steps: Counter[_Key] = field(default_factory=Counter)
+    made: dict[_Key, Staged] = field(default_factory=dict)
+    looked_at: dict[_Key, int] = field(default_factory=dict)  # how often the model had been verified when they were last found right
     attempts: int = 0
 
-    def may_make(self, size: int) -> bool:
-        return size not in self.made and self.steps[size] >= _PATIENCE and self.attempts < _MOST
+    def may_make(self, key: _Key) -> bool:
+        return key not in self.made and self.steps[key] >= _PATIENCE and self.attempts < _MOST
 
     def give_up(self) -> None:
         self.made.clear()
         self.attempts = _MOST
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """Losses whose way is known, and how their gradients are clipped: `unit` with norms in units of `bound`."""
 
@@ -52,20 +58,26 @@ class Step:
     bound: float
     layouts: dict[int, Layout]
 
+    @cached_property
+    def key(self) -> _Key:
+        return len(self.losses), taps_behind(self.losses)
+
 
 def clipped_by_program(programs: Programs, step: Step) -> Clipped | None:
     """The clipped sums by a program, or by an eager step from which one is made, or None: nothing has been done yet."""
-    tape, losses, size = step.tape, step.losses, len(step.losses)
-    programs.steps[size] += 1
-    program = programs.made.get(size)
-    if program is None and not programs.may_make(size):
+    if programs.attempts >= _MOST and not programs.made:
+        return None
+    tape, losses, key = step.tape, step.losses, step.key
+    programs.steps[key] += 1
+    program = programs.made.get(key)
+    if program is None and not programs.may_make(key):
         return None
     tape.marks.check_buffers()
     tape.experience.steps += 1
     is_known = program is not None and program.fits(tape, losses, step.layouts)
-    if program is None or not is_known or programs.looked_at[size] != tape.experience.times_verified:
+    if program is None or not is_known or programs.looked_at[key] != tape.experience.times_verified:
         if not is_known:
-            programs.made.pop(size, None)
+            programs.made.pop(key, None)
         return _eagerly(programs, step)
     try:
         clipped, heard = program(tape, losses, step.bound)
@@ -95,23 +107,20 @@ def _eagerly(programs: Programs, step: Step) -> Clipped:
 
 def _prepare(programs: Programs, step: Step, noted: Sequence[Noted]) -> None:
     """A program for batches of this size that is right, if there can be one."""
-    tape, losses, size = step.tape, step.losses.detach(), len(step.losses)
+    tape, losses, key = step.tape, step.losses.detach(), step.key
     layouts = [step.layouts[tap.record.key] for tap in noted]
-
-    def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
-        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), step.clipping)
-
     try:
         if _ROOM * sum(tap.nbytes for tap in noted) > room_for_trial(losses.device):
             programs.give_up()
             return
-        program = programs.made.get(size)
-        if program is None and programs.may_make(size):
+        program = programs.made.get(key)
+        if program is None and programs.may_make(key):
             programs.attempts += 1
             program = Staged(tape, noted, layouts, losses, step.unit)
-        if program is not None and program.is_right(noted, losses, step.bound, eagerly):
-            programs.made[size] = program
-            programs.looked_at[size] = tape.experience.times_verified
+            gc.collect()  # tracing leaves cycles, which hold this step's tensors
+        if program is not None and program.is_right(noted, losses, step.bound, eagerly(tape, layouts, step.clipping)):
+            programs.made[key] = program
+            programs.looked_at[key] = tape.experience.times_verified
         else:
             programs.give_up()
     except Exception:  # the step is made as always: a program only saves time

@@ -27,7 +27,7 @@ from ..tape import Tape
 from ..taps import Record
 from ..tracing import NotTraceable
 from .agreement import coarsest
-from .arrivals import Eagerly, are_same, clipped_sums, essence, example_slots, with_row_numbers
+from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, with_row_numbers
 from .rows import mask, nobodys
 from .stages import Running, Stages
 from .trace import graph_of
@@ -44,9 +44,9 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Numbers that are shown several times are written out."""
-        repeats = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape))
-        strides = torch.empty(tensor.shape, device="meta").stride() if repeats else tensor.stride()
+        """What shows numbers several times, or leaves gaps between them, is written out."""
+        is_plain = _is_dense(tensor)
+        strides = tensor.stride() if is_plain else torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
@@ -54,7 +54,7 @@ class Like:
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """With these strides, on which views that were traced rely."""
-        return tensor if tensor.stride() == self.stride else self.empty().copy_(tensor)
+        return tensor if tensor.stride() == self.stride and not tensor.is_neg() else self.empty().copy_(tensor)
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,6 @@ class Staged:
             raise NotTraceable("it lies on several devices.")
         if any(tap.record.like is None for tap in noted):
             raise NotTraceable("what a recurrent kernel keeps is known only when it has run.")
-        self._clipping = clipping
         self._layouts = list(layouts)
         self._like = [tap.like for tap in noted]
         self._essences = {tap.record.key: essence(tap.record, tape.marks) for tap in noted}
@@ -143,7 +142,7 @@ class Staged:
             self._give(running, with_row_numbers((record, grad, kept), tape.marks))
 
         tape.backward(losses, torch.ones_like(losses), receive, retain_graph=False, known=True)
-        return self._finished(running, losses.detach(), bound), heard
+        return self._finished(running, losses.detach(), bound).clipped, heard
 
     def _give(self, running: Running, arrival: Arrival) -> None:
         record, grad, kept = arrival
@@ -152,13 +151,13 @@ class Staged:
             raise _other_taps()
         running.give(place, [like.laid_out(tensor) for like, tensor in zip(self._like[place], (grad, *kept))])
 
-    def _finished(self, running: Running, losses: Tensor, bound: float) -> Clipped:
-        running.give(len(self._like), [losses, self._mask, number_on(losses.device, bound**-2)])
+    def _finished(self, running: Running, losses: Tensor, bound: float) -> Measured:
+        running.give(len(self._like), [self._losses.laid_out(losses), self._mask, number_on(losses.device, bound**-2)])
         outputs = running.outputs()
         if outputs is None:
             raise _other_taps()
-        *sums, value, weights, finite = outputs
-        return Clipped(dict(zip(self._names, sums)), weights, finite, value.to(losses.dtype))
+        *sums, value, squares, weights, finite = outputs
+        return Measured(Clipped(dict(zip(self._names, sums)), weights, finite, value.to(losses.dtype)), squares)
 
     def is_right(self, noted: Sequence[Noted], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
         """Hold the program against the eager computation on numbers that are nobody's: what is decided here must not depend on a record."""
@@ -169,7 +168,17 @@ class Staged:
         for arrival in others:
             self._give(running, arrival)
         found, expected = self._finished(running, other_losses, bound), eagerly(others, other_losses)
-        return are_same(found, expected, self._precision, len(losses) * self._clipping.sensitivity * bound)
+        return are_same(found, expected, self._precision)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it shows every number of a stretch of memory once."""
+    length = 1
+    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if step != length:
+            return False
+        length *= size
+    return True
 
 
 def _other_taps() -> ConsumedTape:

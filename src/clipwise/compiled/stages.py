@@ -49,8 +49,6 @@ class Stages:
 
     def __init__(self, graph: GraphModule, sizes: Sequence[int]):
         graph = with_fewer_operations(graph)
-        for node in graph.graph.nodes:
-            node.target = PLAIN.get(node.target) or _BINDINGS.get(node.target) or node.target
         inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         names = iter(inputs)
         self._inputs = [list(itertools.islice(names, size)) for size in sizes]
@@ -131,7 +129,8 @@ def _stage(graph: GraphModule, nodes: Sequence[Node], stage_of: dict[Node, int],
         copies[node] = here.placeholder(node.name)
     for node in mine:
         if node.op not in ("placeholder", "output"):
-            copies[node] = here.node_copy(node, copies.__getitem__)
+            copies[node] = copy = here.node_copy(node, copies.__getitem__)
+            copy.target = PLAIN.get(node.target) or _BINDINGS.get(node.target) or node.target
     made = [node for node in mine if node.op not in ("placeholder", "output") and last_use[node] > number]
     ended = [node for node in mine if node.op == "output"]
     results = [copies[node] for node in made] + [torch.fx.node.map_arg(node.args[0], copies.__getitem__) for node in ended]

@@ -18,7 +18,7 @@ from ..passes import Arrival, arrivals_at, gradients_from
 from ..planner import room_for_recording
 from ..tape import Tape
 from ..tracing import is_tracing
-from .arrivals import Eagerly, with_row_numbers
+from .arrivals import Eagerly, eagerly, with_row_numbers
 from .programs import Programs, Step, clipped_by_program
 from .rows import to_multiple
 from .tail import Tail
@@ -91,9 +91,6 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping, route: Route
     layouts = [known[record.key] for record, _, _ in arrivals]
     verified = experience.times_verified
 
-    def eagerly(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
-        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
-
     with tape.pause():
         tail = kind.tail if kind.tail is not None and kind.tail.fits(arrivals, layouts, losses, tape.marks) else None
         if tail is None and tails.may_record(kind):
@@ -102,10 +99,12 @@ def clipped_by_tail(tape: Tape, losses: Tensor, clipping: Clipping, route: Route
             kind.looked_at = 0
         if tail is not None and kind.looked_at != verified:
             kind.looked_at = verified
-            if not _is_right(tail, arrivals, losses.detach(), bound, eagerly):
+            if not _is_right(tail, arrivals, losses.detach(), bound, eagerly(tape, layouts, clipping)):
                 tail = kind.tail = None
                 kind.attempts = _ATTEMPTS
-        return eagerly(arrivals, losses) if tail is None else tail(arrivals, losses.detach(), bound)
+        if tail is not None:
+            return tail(arrivals, losses.detach(), bound)
+        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
 
 
 def _may_be_recorded(tape: Tape, losses: Tensor, clipping: Clipping) -> bool:

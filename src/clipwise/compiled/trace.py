@@ -141,7 +141,7 @@ def trace(
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
                 raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
             with tape.pause(), without_autocast():
-                found = masked_sums(collect_for_graph(tape, losses), tape, losses.detach(), clipping, inputs[-2], inputs[-1])
+                found, _ = masked_sums(collect_for_graph(tape, losses), tape, losses.detach(), clipping, inputs[-2], inputs[-1])
         names[:] = found.sums
         number_of, key_of = {id(one): number for number, one in enumerate(stand_ins)}, {name: key for key, name in tape.marks.names.items()}
         owners[:] = [number_of[key_of[name]] for name in names]
@@ -156,17 +156,19 @@ def trace(
 
 def masked_sums(
     gradients: ExampleGradients, tape: Tape, losses: Tensor, clipping: Clipping, mask: Tensor, inverse_square: Tensor
-) -> Clipped:  # fmt: skip
-    """What an eager step computes from its factors, in a graph: nothing is fetched, and a row that is not real counts for nothing.
+) -> tuple[Clipped, Tensor]:  # fmt: skip
+    """What an eager step computes from its factors, in a graph: nothing is fetched, and a row that is not real counts for nothing. And the squared
+    norms, (parameters, B).
 
     `inverse_square`: norms are measured in units of C, this is 1/C².
     """
     found = gradients.squared_norms()
-    squares = dict(zip(found, (torch.stack(list(found.values())) * inverse_square).unbind(0)))
+    together = torch.stack(list(found.values()))
+    squares = dict(zip(found, (together * inverse_square).unbind(0)))
     gradients.forget_terms()
     real = torch.where(mask, losses.double(), float("nan"))
     weights, finite = clipping.weights(squares, list(tape.marks.trainable()), real)
-    return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
+    return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite), together
 
 
 def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, in_steps: bool = False) -> GraphModule:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 _aten = torch.ops.aten
+_SMALL = 2**16  # numbers that nobody misses
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims}
 _VIEWS = _RESHAPES | {
     _aten.transpose.int, _aten.t.default, _aten.permute.default, _aten.expand.default, _aten.alias.default, _aten.detach.default,
@@ -53,12 +55,17 @@ def with_fewer_operations(graph: GraphModule) -> GraphModule:
 
 
 def _share(nodes: Sequence[Node]) -> None:
-    """Of operations that find the same from the same, keep the first. What is written to is left alone."""
+    """Of operations that find the same from the same, keep the first: of views and of what is small, for it lives on until the last use.
+
+    What is written to is left alone.
+    """
     memory = memory_of(nodes)
     written = {memory[source] for node in nodes if writes(node) for source in node.all_input_nodes}
     seen: dict[str, Node] = {}
     for node in nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        if not shares_memory(node) and not all(size <= _SMALL for size in _sizes(node.meta["val"])):
             continue
         if not any(memory[one] in written for one in (node, *node.all_input_nodes)):
             first = seen.setdefault(f"{node.target}{node.args}{node.kwargs}", node)  # nodes go by their names, which are unique
@@ -66,10 +73,14 @@ def _share(nodes: Sequence[Node]) -> None:
                 node.replace_all_uses_with(first)
 
 
+def _sizes(value: Any) -> list[int]:
+    return [one.numel() for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)]
+
+
 def _shorten(graph: GraphModule, node: Node) -> None:
     """Look through the views before this one. (Those before it have been shortened already.)"""
     source, value = _first(node), node.meta["val"]
-    if source.target is _aten.as_strided.default:  # a view of an input
+    if _is_ours(source):
         source = _first(source)
     if source.op == "placeholder":
         whole = source.meta["val"]
@@ -86,6 +97,11 @@ def _shorten(graph: GraphModule, node: Node) -> None:
             node.replace_all_uses_with(source)
         else:
             _replace(graph, node, _aten.view.default, source, list(value.shape))
+
+
+def _is_ours(node: Node) -> bool:
+    """Whether it is a view of an input that begins where the input does."""
+    return node.target is _aten.as_strided.default and len(node.args) == 3 and _first(node).op == "placeholder"
 
 
 def _first(node: Node) -> Node:

@@ -1,0 +1,21 @@
+"""The trail of a tape: a hash of the calls so far, with their numbers and words, by which taps are known from step to step."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
+
+
+def told_apart(value: Any) -> Any:
+    """hash(-1) is hash(-2): the last axis would be the one before it."""
+    return value if value != -1 else "-1"
+
+
+def as_number(value: Any) -> int | None:
+    """An integer of numpy's; None for what only looks like one."""
+    try:
+        return operator.index(value)
+    except Exception:
+        return None
