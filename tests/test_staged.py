@@ -274,6 +274,23 @@ def test_a_tap_that_hears_nothing_this_time(runs):
     assert_same(found, without_tail(model, x, y))
 
 
+def test_a_function_of_the_users_that_is_called_like_ours(runs):
+    class Tap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    model = Net(lambda s, x: s.b(Tap.apply(s.a(x).tanh())), a=nn.Linear(12, 8), b=nn.Linear(8, 3)).double()
+    begun(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    assert_same(step(model, x, y)[0], without_tail(model, x, y))
+    assert runs
+
+
 def test_rows_of_a_user_who_mixes_them_are_refused(runs):
     model = Net(lambda s, x: s.a(x - x.mean(0)) if s.mixes else s.a(x), a=nn.Linear(12, 3), mixes=False).double()
     begun(model)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import UncoveredUse, UnseenUse
 from .marks import Marks
-from .taps import Keep, Tap
+from .taps import Keep, Record, Tap
 
 _HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
 _TAP_NAME, _KEEP_NAME = (f"{function.__name__}Backward" for function in (Tap, Keep))
@@ -37,7 +37,8 @@ def fingerprint(losses: Tensor) -> int:
 
 def taps_behind(losses: Tensor) -> frozenset[int]:
     """Keys of the taps that a backward pass from these losses may reach."""
-    return frozenset(node.record.key for node in graph_nodes(losses) if node.name() == _TAP_NAME)
+    found = (getattr(node, "record", None) for node in graph_nodes(losses) if node.name() == _TAP_NAME)
+    return frozenset(record.key for record in found if isinstance(record, Record))  # a user's function may be called Tap, too
 
 
 def graph_nodes(losses: Tensor) -> Iterator[Any]:
