@@ -287,3 +287,38 @@ def test_under_autocast_the_tape_keeps_what_autograd_keeps(kind):
             losses_of()
     of_tape = sum(dtype == torch.float32 and shape == x.shape for dtype, shape in saved)
     assert of_tape == of_ordinary + 1  # what LayerNorm's rule reads, which is what LayerNorm keeps
+
+
+def normalized(x, y, model, clipping=None):
+    with cw.capture(model) as tape:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        losses = F.cross_entropy(output.float().mean(1), y, reduction="none")
+    return cw.clipped_gradients(tape, losses, clipping or cw.flat(0.3))
+
+
+def test_a_normalisation_whose_own_gradient_is_added_up_in_bf16(monkeypatch):
+    """torch's kernel on a CPU does so: over many terms autograd's own gradient is off by per cents, ours is not. A wrong rule of the user's is still refused."""
+    from dataclasses import replace
+
+    from clipwise.registry import RULES
+
+    def model():
+        return nn.Sequential(nn.Linear(12, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3))
+
+    torch.manual_seed(0)
+    for _ in range(4):
+        net, x, y = model(), torch.randn(9, 200, 12), torch.randint(0, 3, (9,))
+        found = normalized(x, y, net, cw.flat(1e6))["1.bias"]
+        F.cross_entropy(net(x).mean(1), y, reduction="sum").backward()  # in float32
+        assert float((found - net[1].bias.grad).norm()) <= 0.05 * float(net[1].bias.grad.norm())
+    rule = RULES[F.layer_norm]
+
+    def wrong(call):
+        factors = rule.factors(call)
+        bias = call.tracked[-1]
+        return factors | {bias: cw.Dense(2 * factors[bias].grad)}
+
+    monkeypatch.setitem(RULES, F.layer_norm, replace(rule, factors=wrong, trusted=False))
+    with pytest.raises(cw.WrongRule, match=r"1\.bias"):
+        normalized(torch.randn(9, 4, 12), torch.randint(0, 3, (9,)), model())

@@ -87,7 +87,8 @@ class ExampleGradients:
         self._pulled: PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
         self.is_known = is_known
-        self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter
+        self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter …
+        self._normalises: dict[int, bool] = {}  # … and whether rules of ours for normalisations alone do
 
     def add(self, record: Record, grad: Tensor, kept: tuple[Tensor, ...], placement: Layout | Table) -> None:
         """Take over the gradient that reached one tap. grad: shape of the watched call's output."""
@@ -97,6 +98,7 @@ class ExampleGradients:
             by = "entry by entry" if record.rule is spread_rule else full_name(use.func)
             for key in frozenset().union(*map(self._marks.roots, use.tracked)):
                 self._calls.setdefault(key, []).append(by)
+                self._normalises[key] = self._normalises.get(key, True) and record.rule.trusted and "norm" in by
         rows = to_rows(grad, placement.axes).shape[0]
         grouping = placement.grouping(rows, self.batch)
         if record.output is not None:
@@ -183,6 +185,10 @@ class ExampleGradients:
         """Parameters that the losses depend on."""
         keys = [*self._sums, *(self._pulled.inputs if self._pulled else ())]
         return [name for key, name in self._marks.names.items() if key in keys]
+
+    def normalisations(self) -> set[str]:
+        """Parameters that nothing but rules of ours for normalisations speaks of, where the way is new."""
+        return {self._marks.names[key] for key, is_one in self._normalises.items() if is_one}
 
     def ways(self) -> dict[str, str]:
         """{name: how its norms were evaluated}, after they were."""

@@ -162,10 +162,12 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, weight
     rounded, added = unit_roundoff(coarsest), unit_roundoff(accumulation_dtype(coarsest))
     if weights.is_cuda and coarsest == torch.float32:
         rounded = 2.0**-11  # cuDNN computes in TF32 unless told otherwise
+    # torch's kernels on a CPU add up the gradients of scales and shifts in bf16: over a thousand terms they are off by a tenth and more
+    unreliable = gradients.normalisations() if not weights.is_cuda and coarsest in (torch.bfloat16, torch.float16) else ()
     floor = _NEGLIGIBLE * max((float(mass.norm()) for mass in weighted.values() if bool(mass.isfinite().all())), default=0.0)
     conclusive = True
     for name, autograd_sum in placed.own_sums.items():
-        if autograd_sum is None and name not in sums:
+        if (autograd_sum is None and name not in sums) or name in unreliable:
             continue
         expected = autograd_sum.to_dense().double() if autograd_sum is not None else torch.zeros_like(sums[name].double())
         found = sums[name].double() if name in sums else torch.zeros_like(expected)
