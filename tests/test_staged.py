@@ -240,6 +240,20 @@ def test_a_small_parameter_or_a_norm_that_is_wrong_is_noticed():
     assert not same(torch.ones(2, 4).index_fill(0, torch.tensor(1), 0.0).double()) and not same(weights_found=weights * 0.9)
 
 
+def test_a_program_that_fits_no_more_takes_no_other_with_it(runs, monkeypatch):
+    """Also where no further one is made."""
+    model = mlp(12, (8, 9), 3).double()
+    for _ in range(2):
+        begun(model, size=9)
+        found = begun(model, size=7)
+    assert {size for size, _ in found.made} == {7, 9}
+    found.attempts = programs._MOST
+    with monkeypatch.context() as patched:
+        patched.setattr(staged.Staged, "fits", lambda *args: False)
+        step(model, examples(9, 12), torch.randint(0, 3, (9,)))
+    assert {size for size, _ in found.made} == {7}
+
+
 def test_no_room_to_try_it_out(runs, monkeypatch):
     monkeypatch.setattr(programs, "room_for_trial", lambda device: 3000)
     model = mlp(12, (8, 9), 3).double()

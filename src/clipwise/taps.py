@@ -21,34 +21,26 @@ class Slot:
         self.example = example
 
 
-Like = (
-    tuple[tuple[torch.Size, torch.dtype], ...] | None
-)  # of what a tap will hand over: its gradient, and what was kept; None: not known yet
+# Of what a tap will hand over: its gradient, and what was kept. None: not known yet.
+HandsOver = tuple[tuple[torch.Size, torch.dtype], ...] | None
 
 
 class Record:
     """One watched call, as the tap behind it remembers it."""
 
-    __slots__ = ("__weakref__", "key", "like", "output", "row_axes", "rule", "switch", "upstream", "use")
+    __slots__ = ("__weakref__", "hands_over", "key", "output", "row_axes", "rule", "switch", "upstream", "use")
 
     def __init__(
-        self,
-        use: Use,
-        rule: Rule,
-        row_axes: tuple[int, ...],
-        key: int,
-        switch: Switch,
-        upstream: list[Any],
-        output: Tensor | None,
-        like: Like,
-    ):
+        self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None,
+        hands_over: HandsOver,
+    ):  # fmt: skip
         self.use = use  # arguments, with a Slot for every kept tensor
         self.rule = rule
         self.row_axes = row_axes  # axes of the output that may number rows
         self.key = key  # the path of calls that led here
         self.switch = switch
         self.upstream = upstream  # autograd nodes of the example data that went in
-        self.like = like
+        self.hands_over = hands_over
         self.output = output  # kept only where the call is differentiated example by example
 
     def restored(self, kept: tuple[Tensor, ...]) -> tuple[Use, list[Tensor]]:

@@ -26,17 +26,17 @@ class NotTraceable(Exception):
     """Why something cannot become a graph. Eager code takes its place."""
 
 
-_tracing: ContextVar[bool] = ContextVar("clipwise_tracing", default=False)
-_in_steps: ContextVar[bool] = ContextVar("clipwise_tracing_in_steps", default=False)
+_NOT, _IN_ONE, _IN_STEPS = range(3)
+_tracing: ContextVar[int] = ContextVar("clipwise_tracing", default=_NOT)
 
 
 def is_tracing() -> bool:
-    return _tracing.get()
+    return _tracing.get() != _NOT
 
 
 def is_tracing_in_one() -> bool:
     """Whether what is traced will be compiled or replayed as a whole: there a kernel costs nothing to start. Else each is started by Python."""
-    return _tracing.get() and not _in_steps.get()
+    return _tracing.get() == _IN_ONE
 
 
 def can_be_recorded(device: torch.device) -> bool:
@@ -78,9 +78,8 @@ def outside_graphs() -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def tracing(*, in_steps: bool = False) -> Iterator[None]:
-    token, other = _tracing.set(True), _in_steps.set(in_steps)
+    token = _tracing.set(_IN_STEPS if in_steps else _IN_ONE)
     try:
         yield
     finally:
         _tracing.reset(token)
-        _in_steps.reset(other)

@@ -109,16 +109,13 @@ class Updates:
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
         """A private loss is back-propagated with `grad`, and will add these gradients to those of the parameters."""
         if grad.device.type == "cpu":
-            self._check_scales([grad.detach()])
+            self._check_factors(OnTheWay([grad]).numbers())
         else:
             self._scales.append(grad.detach())
         self._witness.about_to_add(parameters, gradients)
 
-    def _check_scales(self, scales: list[Tensor]) -> None:
-        """The factor must be one, 1/k as declared, or either times the scaler's scale. (On a GPU this waits for the backward pass.)"""
-        self._check_factors(torch.stack([scale.float() for scale in scales]).tolist() if scales else [])
-
     def _check_factors(self, factors: list[float]) -> None:
+        """Each must be one, 1/k as declared, or either times the scaler's scale."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         allowed = {scale, scale / self._accumulation_steps}
         for factor in factors:
@@ -132,13 +129,14 @@ class Updates:
     def check(self) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
         self._witness.check(self.check_coverage(), unscaled=self._is_unscaled())
-        before, self._scales_before = self._scales_before, OnTheWay()
+        before, now = self._scales_before, OnTheWay(self._scales)
+        self._scales_before = OnTheWay()
         self._check_factors(before.numbers())
         if self._waits < _FIRST_STEPS or self._scaler is not None:
             self._waits += 1
-            self._check_scales(self._scales)
+            self._check_factors(now.numbers())
         else:
-            self._scales_before = OnTheWay(self._scales)
+            self._scales_before = now
 
     def _is_unscaled(self) -> bool:
         """Whether the scaler has written to p.grad: it divides before the step, unless a fused optimizer does that itself."""

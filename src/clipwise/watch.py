@@ -256,12 +256,9 @@ class Watch(TorchFunctionMode):
             if weight.is_complex() or output.is_complex():
                 raise self._not_covered(use, "takes part in complex arithmetic")
             said.append(marks.labels.get(id(weight)))
-            if id(weight) in marks.parameters:
-                tape.taps_of[id(weight)] += 1
-                continue
             tape.needs_graph = tape.needs_graph or needs_autograd(weight, marks)
-            for parameter in marks.roots(weight):
-                tape.taps_of[parameter] += 1
+        for parameter in marks.keys_of(use.tracked):
+            tape.taps_of[parameter] += 1
         tape.needs_graph = tape.needs_graph or local is not None
         key = tape.trail = hash(tuple(said))
         if tape.uses is not None:
@@ -269,8 +266,8 @@ class Watch(TorchFunctionMode):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
         recorded, kept = self._recorded(use, rule)
-        like = None if deposit is not None else tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)])
-        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local, like)
+        hands_over = None if deposit is not None else tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)])
+        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local, hands_over)
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes

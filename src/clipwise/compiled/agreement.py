@@ -33,10 +33,8 @@ def agree_each(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype) -
 
 def norms_agree(found: Tensor, expected: Tensor, precision: torch.dtype) -> bool:
     """Squared norms, in which each way allows for its own rounding: twice the tolerance, and twice more in squares."""
-    tolerance = 4 * _TOLERANCE[precision]
-    return bool(
-        torch.isclose(found.cpu(), expected.cpu(), rtol=tolerance, atol=1e-12 * float(expected.amax()) if expected.numel() else 0.0).all()
-    )
+    negligible = 1e-12 * float(expected.amax()) if expected.numel() else 0.0
+    return bool(torch.isclose(found.cpu(), expected.cpu(), rtol=4 * _TOLERANCE[precision], atol=negligible).all())
 
 
 def coarsest(graph: GraphModule, device: torch.device) -> torch.dtype:

@@ -109,11 +109,9 @@ def eagerly(tape: Tape, layouts: Sequence[Layout], clipping: Clipping) -> Eagerl
     """The computation that a graph stands for, as an eager step makes it."""
 
     def measured(arrivals: Sequence[Arrival], losses: Tensor) -> Measured:
-        squares = gradients_from(tape, arrivals, layouts, losses).squared_norms()
-        return Measured(clipped_by(arrivals, losses), torch.stack([one.cpu() for one in squares.values()]))
-
-    def clipped_by(arrivals: Sequence[Arrival], losses: Tensor) -> Clipped:
-        return from_factors(tape, losses, gradients_from(tape, arrivals, layouts, losses), clipping)
+        gradients = gradients_from(tape, arrivals, layouts, losses)
+        squares = torch.stack(list(gradients.squares_on_host().values()))
+        return Measured(from_factors(tape, losses, gradients, clipping), squares)
 
     return measured
 

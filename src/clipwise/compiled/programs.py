@@ -109,16 +109,18 @@ def _prepare(programs: Programs, step: Step, noted: Sequence[Noted]) -> None:
     """A program for batches of this size that is right, if there can be one."""
     tape, losses, key = step.tape, step.losses.detach(), step.key
     layouts = [step.layouts[tap.record.key] for tap in noted]
+    program = programs.made.get(key)
+    if program is None and not programs.may_make(key):
+        return
     try:
         if _ROOM * sum(tap.nbytes for tap in noted) > room_for_trial(losses.device):
             programs.give_up()
             return
-        program = programs.made.get(key)
-        if program is None and programs.may_make(key):
+        if program is None:
             programs.attempts += 1
             program = Staged(tape, noted, layouts, losses, step.unit)
             gc.collect()  # tracing leaves cycles, which hold this step's tensors
-        if program is not None and program.is_right(noted, losses, step.bound, eagerly(tape, layouts, step.clipping)):
+        if program.is_right(noted, losses, step.bound, eagerly(tape, layouts, step.clipping)):
             programs.made[key] = program
             programs.looked_at[key] = tape.experience.times_verified
         else:

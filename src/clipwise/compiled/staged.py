@@ -97,12 +97,12 @@ class Staged:
     def __init__(self, tape: Tape, noted: Sequence[Noted], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping):
         if any(like.device != losses.device for tap in noted for like in tap.like):
             raise NotTraceable("it lies on several devices.")
-        if any(tap.record.like is None for tap in noted):
+        if any(tap.record.hands_over is None for tap in noted):
             raise NotTraceable("what a recurrent kernel keeps is known only when it has run.")
         self._layouts = list(layouts)
         self._like = [tap.like for tap in noted]
         self._essences = {tap.record.key: essence(tap.record, tape.marks) for tap in noted}
-        self._hands_over = {tap.record.key: tap.record.like for tap in noted}
+        self._hands_over = {tap.record.key: tap.record.hands_over for tap in noted}
         self._place = {tap.record.key: number for number, tap in enumerate(noted)}
         self._losses = Like.of(losses)
         self._mask = mask(len(losses), len(losses), losses.device)
@@ -124,7 +124,7 @@ class Staged:
             return False
         try:
             return all(
-                record.like == self._hands_over[record.key]
+                record.hands_over == self._hands_over[record.key]
                 and layouts[record.key] == self._layouts[self._place[record.key]]
                 and essence(record, tape.marks) == self._essences[record.key]
                 for record in records

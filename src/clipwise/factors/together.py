@@ -11,8 +11,8 @@ from torch import Tensor
 from ..numerics import flat_rows, squared_norms, to_accumulate, weighted_row_sum
 
 _WORTH_ADDING = {"cuda": 2**22, "cpu": 2**16}  # numbers that are put side by side and added up by one product …
-_WORTH_COPYING = {"cuda": 2**18, "cpu": 2**10}  # numbers of one matrix, where only their sum is wanted
 _WORTH_STACKING = {"cuda": 2**26, "cpu": 2**16}  # … or on top of each other where they have one length
+_WORTH_COPYING = {"cuda": 2**18, "cpu": 2**10}  # numbers of a single matrix that is copied to be beside others
 
 
 class Together:
@@ -65,8 +65,7 @@ def row_squares_of_each(matrices: Sequence[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for (_, _, is_small), places in alike.items():
         if is_small and len(places) > 1:
-            squares = squared_norms(torch.stack([flat[place] for place in places]).flatten(0, 1))
-            found |= zip(places, squares.view(len(places), -1).unbind(0))
+            found |= zip(places, _squares_of_stack([flat[place] for place in places]).unbind(0))
         else:
             found |= {place: squared_norms(flat[place]) for place in places}
     return [found[place] for place in range(len(flat))]
@@ -79,14 +78,17 @@ def products(squares: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor
     return [one * other for one, other in zip(found, squares[count:])] + found[len(squares) - count :]
 
 
+def _squares_of_stack(alike: Sequence[Tensor]) -> Tensor:
+    """(K, B), of K matrices (B, n)"""
+    return squared_norms(torch.stack(list(alike)).flatten(0, 1)).view(len(alike), -1)
+
+
 def _stacked(flat: Sequence[Tensor], places: Sequence[int]) -> Together:
     """Matrices of one length on top of each other."""
     by_length: dict[int, list[int]] = {}
     for place, rows in enumerate(flat):
         by_length.setdefault(rows.shape[1], []).append(place)
-    squares = [
-        squared_norms(torch.stack([flat[place] for place in group]).flatten(0, 1)).view(len(group), -1) for group in by_length.values()
-    ]
+    squares = [_squares_of_stack([flat[place] for place in group]) for group in by_length.values()]
     order = {place: position for position, place in enumerate(place for group in by_length.values() for place in group)}
     return Together(torch.cat(squares), [order[place] for place in places])
 
