@@ -441,7 +441,7 @@ def test_the_tail_of_an_eager_step(name, kind, low, monkeypatch):
     import test_staged
     import test_tail
     from clipwise import tracing
-    from clipwise.compiled import staged, tails
+    from clipwise.compiled import in_place, staged, tails
     from clipwise.experience import experience_of
     from clipwise.release import clip
 
@@ -451,6 +451,8 @@ def test_the_tail_of_an_eager_step(name, kind, low, monkeypatch):
         monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 0)
     ran, honest = [], staged.Staged.__call__
     monkeypatch.setattr(staged.Staged, "__call__", lambda self, *args: ran.append(self) or honest(self, *args))
+    replays, replayed = [], in_place.InPlace._replayed
+    monkeypatch.setattr(in_place.InPlace, "_replayed", lambda self, *args: replays.append(self) or replayed(self, *args))
     build, inputs = (test_tail.MODELS | test_staged.MODELS)[name]
     sizes = (9, 7, 12, 5) if kind == "recording" else (9, 9, 9, 9, 9, 7)
     model = build().cuda().float()
@@ -474,7 +476,7 @@ def test_the_tail_of_an_eager_step(name, kind, low, monkeypatch):
         difference = sum(float((found.sums[name] - total).square().sum()) for name, total in expected.sums.items()) ** 0.5
         assert difference <= (3e-2 if low else 2e-3) * 0.3 * size
     assert any(found.tail is not None for found in experience_of([model]).tails.kinds.values()) == (kind == "recording")
-    assert bool(ran) == (kind == "program")
+    assert bool(ran) == bool(replays) == (kind == "program")
 
 
 def test_a_branch_on_another_stream():

@@ -1,5 +1,6 @@
 """The tail of an eager step as a program in stages: same numbers, nothing taken for granted that may change. Runs on a CPU as on a GPU."""
 
+import ctypes
 import gc
 import math
 import weakref
@@ -11,9 +12,10 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import planner, tracing
-from clipwise.compiled import arrivals, programs, staged, tails
+from clipwise.compiled import arrivals, in_place, programs, staged, stages, tails
 from clipwise.compiled.stages import Stages
 from clipwise.compiled.trace import graph_of
+from clipwise.compiled.views import memory_of, written_by
 from clipwise.experience import experience_of
 from clipwise.methods.base import Clipped
 from clipwise.models import Transformer, cnn, mlp
@@ -24,7 +26,26 @@ STEPS = 20  # a program is there after twelve, and held against the eager step o
 
 
 @pytest.fixture
-def runs(monkeypatch):
+def replays(monkeypatch):
+    """Lets a CPU pretend to record stages. One entry a replay."""
+    made = []
+
+    def recorded(run, given, device, pool):
+        outputs = list(run(*given))
+
+        def replay():
+            made.append(run)
+            for mine, new in zip(outputs, run(*given)):
+                mine.copy_(new)
+
+        return replay, outputs
+
+    monkeypatch.setattr(in_place, "recorded_in_passing", recorded)
+    return made
+
+
+@pytest.fixture
+def runs(monkeypatch, replays):
     """Every model is too large to be recorded, and a CPU does what a GPU does. One entry a run."""
     made = []
     honest = staged.Staged.__call__
@@ -62,8 +83,10 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("small", [0, stages._SMALL], ids=["in stages", "at the end"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_of_every_step(name, runs):
+def test_the_numbers_of_every_step(name, small, runs, replays, monkeypatch):
+    monkeypatch.setattr(stages, "_SMALL", small)
     build, inputs = MODELS[name]
     model = build().double()
     for number in range(STEPS):
@@ -72,7 +95,7 @@ def test_the_numbers_of_every_step(name, runs):
         found, losses = step(model, x, y)
         assert_same(found, without_tail(model, x, y))
         assert torch.allclose(found.value(losses), (found.weights * losses).sum())
-    assert len(runs) >= 4
+    assert len(runs) >= 4 and replays
 
 
 def begun(model, inputs=lambda n: examples(n, 12), size=9):
@@ -360,21 +383,23 @@ def traced(function, *inputs):
     return graph_of(function, stand_ins, in_steps=True)
 
 
-def test_stages_in_any_order_let_go_of_what_is_not_needed():
+def test_stages_in_any_order_let_go_of_what_is_not_needed(monkeypatch):
+    monkeypatch.setattr(stages, "_SMALL", 0)
+
     def function(a, b, c):
         return [(a @ a.mT).sum(1) * b, b.sin().cos() + c]
 
     inputs = [torch.randn(4, 3), torch.randn(4), torch.randn(4)]
-    stages = Stages(traced(function, *inputs), [1, 1, 1])
+    program = Stages(traced(function, *inputs), [1, 1, 1])
     for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0]):
-        running = stages.begin()
+        running = program.begin()
         for number, place in enumerate(order):
             assert running.outputs() is None
             running.give(place, [inputs[place]])
             if order == [0, 1, 2] and number == 0:
                 assert [tuple(value.shape) for value in running._values.values()] == [(4,)]  # not the matrix
         assert all(map(torch.equal, running.outputs(), function(*inputs)))
-        assert list(running._values) == ["output"]
+        assert len(running._values) == 2
 
 
 def test_what_is_written_to_is_read_before_and_after_as_it_was():
@@ -448,3 +473,154 @@ def test_a_gradient_laid_out_otherwise_is_copied():
     assert like.laid_out(straight) is straight
     repeated = staged.Like.of(torch.zeros(()).expand(3, 4))
     assert repeated.stride == (4, 1) and repeated.nbytes == 48
+
+
+def test_what_is_written_elsewhere_lies_there():
+    """mul(a, b, out=c) gives c, not a."""
+
+    def function(a, b):
+        scaled = torch.empty_like(a)
+        product = torch.mul(a, b, out=scaled)
+        return [product + 1, scaled * 2, a.sin()]
+
+    graph = traced(function, torch.randn(3), torch.randn(3))
+    memory = memory_of(list(graph.graph.nodes))
+    (node,) = [node for node in memory if written_by(node)]
+    assert memory[node] is written_by(node)[0] and memory[node].op == "call_function"
+
+
+def test_results_of_several_leave_their_stage_one_by_one(monkeypatch):
+    monkeypatch.setattr(stages, "_SMALL", 0)
+
+    def function(a, b):
+        largest, places = (a @ a.mT).max(1)
+        return [largest * b, places]
+
+    inputs = [torch.randn(4, 3), torch.randn(4)]
+    program = Stages(traced(function, *inputs), [1, 1])
+    running = program.begin()
+    running.give(0, inputs[:1])
+    assert {type(value) for value in running._values.values()} == {torch.Tensor}
+    running.give(1, inputs[1:])
+    assert all(map(torch.equal, running.outputs(), function(*inputs)))
+
+
+def test_what_lets_go_of_nothing_waits_for_the_end():
+    """Kernels that are started together, as one graph, take the processor less time."""
+    large = torch.zeros(600, 600)
+
+    def function(a, b, c):
+        return [a.sum(1), a.mT @ b, a @ c]  # only `b` is not needed to the last
+
+    program = Stages(traced(function, large, large, torch.zeros(600)), [1, 1, 1])
+    assert [stage.run is None for stage in program._stages] == [True, False, False]
+    assert [len(stage.last) for stage in program._stages][:2] == [0, 1]
+
+
+def graph_like(run, given, device, pool):
+    """A recording that reads where the tensors lay, as a CUDA graph does. (Those that were made for it live on.)"""
+    outputs = list(run(*given))
+    addresses = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]
+
+    def replay():
+        for mine, new in zip(outputs, run(*[at(*address) for address in addresses])):
+            mine.copy_(new)
+
+    return replay, outputs
+
+
+def at(address, shape, stride, dtype):
+    array = (ctypes.c_byte * (shape.numel() * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(array, dtype=dtype).as_strided(shape, stride)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A stage of two inputs, one of them large, and how often it ran or was replayed."""
+    monkeypatch.setattr(in_place, "_SMALL", 64)
+    ran = []
+
+    def compute(large, small):
+        return large.sum() + small, large[2:], small * 2
+
+    def recorded(run, given, device, pool):
+        replay, outputs = graph_like(compute, given, device, pool)
+        return lambda: ran.append("replay") or replay(), outputs
+
+    monkeypatch.setattr(in_place, "recorded_in_passing", recorded)
+    found = in_place.InPlace(
+        lambda *given: ran.append("run") or compute(*given), in_place.Room(torch.device("cpu"), torch.float32), hands_over=False
+    )
+    found.ran = ran
+    return found
+
+
+def assert_right(stage, large, small):
+    found = stage(large, small)
+    assert all(map(torch.equal, found, (large.sum() + small, large[2:], small * 2)))
+    assert found[1].data_ptr() == large[2:].data_ptr()
+
+
+def test_a_stage_is_replayed_where_its_inputs_lie(stage):
+    large = torch.randn(40)
+    for number in range(6):
+        large.copy_(torch.randn(40))
+        del stage.ran[:]
+        assert_right(stage, large, torch.randn(3))  # what is small may lie anywhere
+        assert stage.ran[-1] == ("run" if number == 0 else "replay")
+    assert stage.ran == ["replay"]
+
+
+def test_a_stage_whose_inputs_lie_elsewhere_runs_as_always(stage):
+    first, second = torch.randn(40), torch.randn(40)
+    for large in (first, first, first, second, first):
+        assert_right(stage, large, torch.randn(3))
+    assert stage.ran == ["run", "run", "replay", "replay", "run", "replay"]  # the first replay is held against what was found before
+
+
+def test_what_moves_again_and_again_is_copied(stage):
+    for number, large in enumerate([torch.randn(40) for _ in range(8)]):
+        del stage.ran[:]
+        found = stage(large, torch.ones(3))
+        assert torch.equal(found[0], large.sum() + torch.ones(3)) and torch.equal(found[1], large[2:])
+        assert stage.ran == (["run"] if number < 2 else ["run", "replay"] if number == 2 else ["replay"])
+
+
+def test_results_that_are_handed_over_stay_what_they_are(stage):
+    stage._hands_over = True
+    large = torch.randn(40)
+    for _ in range(3):
+        first = stage(large, torch.ones(3))
+    before = [result.clone() for result in first]
+    large.zero_()
+    second = stage(large, torch.zeros(3))
+    assert all(map(torch.equal, first, before)) and not float(second[0].abs().sum())
+    assert second[1].data_ptr() != large[2:].data_ptr()
+
+
+def test_a_recording_that_is_wrong_is_not_used(stage, monkeypatch):
+    def off(run, given, device, pool):
+        outputs = [result + 1 for result in run(*given)]
+        return lambda: None, outputs
+
+    monkeypatch.setattr(in_place, "recorded_in_passing", off)
+    large = torch.randn(40)
+    for _ in range(5):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is None and stage._left == 0
+
+
+def test_a_recording_that_takes_too_much_room_is_not_kept(stage, monkeypatch):
+    taken = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr(in_place.Room, "reserved", lambda self: next(taken))
+    large = torch.randn(40)
+    for _ in range(4):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is None and "replay" not in stage.ran
+
+
+def test_what_is_not_finite_is_no_reason_to_record_nothing(stage):
+    large = torch.full((40,), torch.nan)
+    for _ in range(3):
+        stage(large, torch.ones(3))
+    assert stage._recording is not None

@@ -22,12 +22,13 @@ _F = TypeVar("_F", bound=Function)
 class Use:
     """A call of a torch function that was handed trainable weights together with example data."""
 
+    __slots__ = ("args", "func", "kwargs", "tracked")
+
     def __init__(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], tracked: list[Tensor]):
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.tracked = tracked
-        self._tracked_ids = set(map(id, tracked))
 
     def bind(self, *names: str, **defaults: Any) -> list[Any]:
         """The arguments by name, in this order; positional or not, None or the default where absent."""
@@ -50,7 +51,7 @@ class Use:
         args, kwargs = list(self.args), self.kwargs
         for place, value in enumerate(args):
             if isinstance(value, Tensor):
-                if id(value) not in self._tracked_ids:
+                if not self.tracks(value):
                     args[place] = function(value)
             elif isinstance(value, list | tuple) and not holds_numbers_only(value):
                 args[place] = map_values(value, self._on_others(function))
@@ -63,7 +64,7 @@ class Use:
 
     def tracks(self, value: Any) -> bool:
         """Whether `value` is one of the trainable weights of this call."""
-        return id(value) in self._tracked_ids
+        return id(value) in map(id, self.tracked)
 
     def upstream(self) -> list[Any]:
         """The autograd nodes that made the example data the call is handed (asked before the call, which may change it in place)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ class Slot:
         self.example = example
 
 
-# Of what a tap will hand over: its gradient, and what was kept. None: not known yet.
-HandsOver = tuple[tuple[torch.Size, torch.dtype], ...] | None
+@lru_cache
+def slot(index: int, example: bool) -> Slot:
+    """The same for every call: what a step makes and keeps for a while, Python's collector looks through again and again."""
+    return Slot(index, example)
 
 
 class Record:
@@ -32,7 +35,7 @@ class Record:
 
     def __init__(
         self, use: Use, rule: Rule, row_axes: tuple[int, ...], key: int, switch: Switch, upstream: list[Any], output: Tensor | None,
-        hands_over: HandsOver,
+        hands_over: int | None,
     ):  # fmt: skip
         self.use = use  # arguments, with a Slot for every kept tensor
         self.rule = rule
@@ -40,7 +43,7 @@ class Record:
         self.key = key  # the path of calls that led here
         self.switch = switch
         self.upstream = upstream  # autograd nodes of the example data that went in
-        self.hands_over = hands_over
+        self.hands_over = hands_over  # hash of the shapes and types of the gradient and of what was kept; None: not known yet
         self.output = output  # kept only where the call is differentiated example by example
 
     def restored(self, kept: tuple[Tensor, ...]) -> tuple[Use, list[Tensor]]:

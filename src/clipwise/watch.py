@@ -23,7 +23,7 @@ from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
-from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks
+from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks, slot
 from .trail import SMALL, as_number, told_apart
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Watch(TorchFunctionMode):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
         recorded, kept = self._recorded(use, rule)
-        hands_over = None if deposit is not None else tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)])
+        hands_over = None if deposit is not None else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
         record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local, hands_over)
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
@@ -283,6 +283,6 @@ class Watch(TorchFunctionMode):
             if wanted is not None and id(tensor) not in wanted:
                 return None
             kept.append(tensor)
-            return Slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
+            return slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
 
         return use.with_others(put_away), tuple(kept)

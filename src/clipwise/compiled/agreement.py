@@ -31,6 +31,17 @@ def agree_each(pairs: Sequence[tuple[Tensor, Tensor]], precision: torch.dtype) -
     )
 
 
+def repeats(found: Tensor, expected: Tensor, precision: torch.dtype) -> bool:
+    """Whether both are the same up to the order of sums; what is not finite is so in both."""
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    finite = expected.isfinite()
+    difference = torch.where(finite, found - expected, 0).norm()
+    return torch.equal(found.isfinite(), finite) and float(difference) <= _TOLERANCE[precision] * float(
+        torch.where(finite, expected, 0).norm()
+    )
+
+
 def norms_agree(found: Tensor, expected: Tensor, precision: torch.dtype) -> bool:
     """Squared norms, in which each way allows for its own rounding: twice the tolerance, and twice more in squares."""
     negligible = 1e-12 * float(expected.amax()) if expected.numel() else 0.0

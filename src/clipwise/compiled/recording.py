@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,32 @@ def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> 
             run(*inputs)
     torch.cuda.current_stream(device).wait_stream(stream)
     return captured(lambda: outputs.extend(run(*inputs)), device), outputs
+
+
+def recorded_in_passing(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device, pool: Any
+) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
+    """As `recorded`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
+    tensors of later steps will lie where they lay. `pool`: of whose memory it takes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
+        _begin_with_libraries(device)
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = list(run(*inputs))
+        finally:
+            graph.capture_end()
+    return graph.replay, outputs
+
+
+def _begin_with_libraries(device: torch.device) -> None:
+    """cuBLAS takes room for each thread and stream when it is first called there: that must not belong to a graph."""
+    if device not in (begun := _begun.__dict__.setdefault("devices", set())):
+        begun.add(device)
+        torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
+
+
+_begun = threading.local()
 
 
 class Recording:

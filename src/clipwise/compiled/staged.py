@@ -28,6 +28,7 @@ from ..taps import Record
 from ..tracing import NotTraceable
 from .agreement import coarsest
 from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, with_row_numbers
+from .in_place import Room
 from .rows import mask, nobodys
 from .stages import Running, Stages
 from .trace import graph_of
@@ -115,7 +116,7 @@ class Staged:
             function = clipped_sums(tape, [tap.record for tap in noted], sizes, layouts, clipping, self._names)
             graph = graph_of(function, inputs, in_steps=True)
         self._precision = coarsest(graph, losses.device)
-        self._stages = Stages(graph, [*sizes, 3])
+        self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision))
 
     def fits(self, tape: Tape, losses: Tensor, layouts: dict[int, Layout]) -> bool:
         """Whether the taps behind these losses are those that were traced, with the examples where they were. Asked before the backward pass."""
@@ -164,7 +165,7 @@ class Staged:
         dice = torch.Generator(losses.device).manual_seed(0)
         others = [tap.made_up(dice) for tap in noted]
         other_losses = nobodys(losses, dice)
-        running = self._stages.begin()
+        running = self._stages.begin(in_place=False)
         for arrival in others:
             self._give(running, arrival)
         found, expected = self._finished(running, other_losses, bound), eagerly(others, other_losses)

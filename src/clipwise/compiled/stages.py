@@ -1,21 +1,25 @@
 """A graph cut into stages: each is run as soon as its inputs are there, and what later stages do not need is let go.
 
-A stage is plain Python, one line an operation. Operations that write to memory stay behind those that read what was there before.
+A stage is plain Python, one line an operation, and on a GPU, once its inputs lie where they lay before, one graph (in_place.py). Operations
+that write to memory stay behind those that read what was there before. What would let go of nothing is left for the last stage.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..kernels.operators import PLAIN
-from .views import memory_of, with_fewer_operations, writes
+from ..tracing import can_be_recorded
+from .in_place import InPlace, Room, Run
+from .views import is_view, memory_of, starts_a_kernel, values_of, with_fewer_operations, writes, written_by
 
 _aten = torch.ops.aten
 _BINDINGS: dict[Any, Callable[..., Any]] = {  # the same operations; Python reaches them sooner
@@ -34,28 +38,36 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {  # the same operations; Python reac
 }
 
 
+_SMALL = 2**20  # bytes that nobody misses
+
+
 @dataclass(frozen=True)
 class Stage:
-    """run(*values of `needs`) gives the values of `makes`; those that are needed for the last time are in `last`."""
+    """run(*values of `needs`) gives the values of `makes`; those that are needed for the last time are in `last`. None: there is nothing to do."""
 
-    run: Callable[..., tuple[Any, ...]]
+    run: Run | None
     needs: list[str]
     makes: list[str]
     last: list[str]
+    may_be_replayed: bool  # several kernels, tensors alone, and it writes to none that it is given
 
 
 class Stages:
     """`graph`, whose inputs come in groups: `sizes` says how many there are in each. The last group completes it."""
 
-    def __init__(self, graph: GraphModule, sizes: Sequence[int]):
+    def __init__(self, graph: GraphModule, sizes: Sequence[int], room: Room | None = None):
         graph = with_fewer_operations(graph)
         inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         names = iter(inputs)
         self._inputs = [list(itertools.islice(names, size)) for size in sizes]
         self._stages = _cut(graph, self._inputs)
+        self._in_place = (
+            self._stages if room is None else [_in_place(stage, room, is_last=stage is self._stages[-1]) for stage in self._stages]
+        )
 
-    def begin(self) -> Running:
-        return Running(self._inputs, self._stages)
+    def begin(self, *, in_place: bool = True) -> Running:
+        """One run; `in_place` if its inputs are those of a step, which come again."""
+        return Running(self._inputs, self._in_place if in_place else self._stages)
 
 
 class Running:
@@ -76,30 +88,68 @@ class Running:
 
     def _run(self, stage: Stage) -> None:
         values = self._values
-        made = stage.run(*[values[name] for name in stage.needs])
+        made = stage.run(*[values[name] for name in stage.needs]) if stage.run is not None else ()
         for name in stage.last:
             del values[name]
         values.update(zip(stage.makes, made))
 
     def outputs(self) -> list[Tensor] | None:
         """What the graph returns, if all groups have come."""
-        return self._values["output"] if self._next == len(self._stages) else None
+        return [self._values[name] for name in self._stages[-1].makes] if self._next == len(self._stages) else None
 
 
 def _cut(graph: GraphModule, inputs: Sequence[Sequence[str]]) -> list[Stage]:
     nodes = list(graph.graph.nodes)
-    stage_of = _placed(nodes, {name: number for number, names in enumerate(inputs) for name in names}, len(inputs) - 1)
-    last_use = {node: stage_of[node] for node in nodes}
+    groups, last = {name: number for number, names in enumerate(inputs) for name in names}, len(inputs) - 1
+    stage_of = _placed(nodes, groups, last, nodes)
+    stage_of = _placed(nodes, groups, last, _early(nodes, stage_of, last))
+    last_use = _last_uses(nodes, stage_of)
+    memory = memory_of(nodes)
+    return [_stage(graph, memory, stage_of, last_use, number) for number in range(len(inputs))]
+
+
+def _early(nodes: Sequence[Node], stage_of: dict[Node, int], last: int) -> Set[Node]:
+    """The operations after which something large can be let go before the last stage, and what they need.
+
+    That is what reached a tap, and what is made of it for a moment.
+    """
+    memory, last_use = memory_of(nodes), dict[Node, int]()
+    for node, stage in _last_uses(nodes, stage_of).items():
+        last_use[memory[node]] = max(last_use.get(memory[node], 0), stage)
+    passing = {
+        node
+        for node, stage in last_use.items()
+        if stage < last and (node.op == "placeholder" or stage_of[node] == stage) and _nbytes(node) > _SMALL
+    }
+    early, before = {node for node in nodes if node.op == "placeholder"}, -1
+    while len(early) != before:
+        before = len(early)
+        for node in nodes:
+            if any(memory[source] in passing and memory[source] in early for source in node.all_input_nodes):
+                early.add(node)
+        for node in reversed(nodes):
+            if node in early:
+                early.update(node.all_input_nodes)
+    return early
+
+
+def _last_uses(nodes: Sequence[Node], stage_of: dict[Node, int]) -> dict[Node, int]:
+    found = dict(stage_of)
     for node in nodes:
         for source in node.all_input_nodes:
-            last_use[source] = max(last_use[source], stage_of[node])
-    return [_stage(graph, nodes, stage_of, last_use, number) for number in range(len(inputs))]
+            found[source] = max(found[source], stage_of[node])
+    return found
 
 
-def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int) -> dict[Node, int]:
-    """In which stage each operation runs: when its inputs are there, and after all that must come before it."""
+def _nbytes(node: Node) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in values_of(node))
+
+
+def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int, early: Collection[Node]) -> dict[Node, int]:
+    """In which stage each operation runs: when its inputs are there, and after all that must come before it; in the last, if it is not `early`."""
     stage_of: dict[Node, int] = {}
     memory = memory_of(nodes)
+    constants: list[Node] = []
     read: dict[Node, int] = {}  # in which stage it is read for the last time so far …
     written: dict[Node, int] = {}  # … and was written to
     for node in nodes:
@@ -110,17 +160,29 @@ def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int) -> dict[No
             stage = groups[node.name]
         elif node.op == "output":
             stage = last
+        elif all(source in constants and memory[source] not in written for source in sources) and not writes(node):
+            constants.append(node)
+        else:
+            if writes(node):
+                stage = max([stage, *(read.get(owner, 0) for owner in owners)])
+            stage = stage if node in early else last
+            if node.target is operator.getitem:  # what has several results does not leave its stage in one piece
+                stage = stage_of[sources[0]]
         if writes(node):
-            stage = max([stage, *(read.get(owner, 0) for owner in owners)])
             written.update(dict.fromkeys(owners, stage))
         for owner in owners:
             read[owner] = max(read.get(owner, 0), stage)
         stage_of[node] = stage
+    for node in reversed(nodes):  # not before they are needed …
+        if node in constants or is_view(node):
+            stage_of[node] = min([stage_of[user] for user in node.users], default=0)
+    for node in constants:  # … but before what they read is written to
+        stage_of[node] = min([stage_of[node], *(stage_of[source] for source in node.all_input_nodes if memory[source] in written)])
     return stage_of
 
 
-def _stage(graph: GraphModule, nodes: Sequence[Node], stage_of: dict[Node, int], last_use: dict[Node, int], number: int) -> Stage:
-    mine = [node for node in nodes if stage_of[node] == number]
+def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, int], last_use: dict[Node, int], number: int) -> Stage:
+    mine = [node for node, stage in stage_of.items() if stage == number]
     here = Graph()
     copies: dict[Node, Node] = {}
     from_before = dict.fromkeys(source for node in mine for source in node.all_input_nodes if stage_of[source] < number)
@@ -131,13 +193,24 @@ def _stage(graph: GraphModule, nodes: Sequence[Node], stage_of: dict[Node, int],
         if node.op not in ("placeholder", "output"):
             copies[node] = copy = here.node_copy(node, copies.__getitem__)
             copy.target = PLAIN.get(node.target) or _BINDINGS.get(node.target) or node.target
-    made = [node for node in mine if node.op not in ("placeholder", "output") and last_use[node] > number]
-    ended = [node for node in mine if node.op == "output"]
-    results = [copies[node] for node in made] + [torch.fx.node.map_arg(node.args[0], copies.__getitem__) for node in ended]
-    here.output(tuple(results))
+    results = [node for node in mine if node.op not in ("placeholder", "output") and last_use[node] > number]
+    for node in mine:
+        if node.op == "output":
+            (results,) = cast(tuple[list[Node]], node.args)
+    here.output(tuple(copies[node] for node in results))
+    operations = [node for node in mine if node.op not in ("placeholder", "output")]
     return Stage(
-        GraphModule(graph, here).forward,
+        GraphModule(graph, here).forward if operations or results else None,
         [node.name for node in given],
-        [node.name for node in [*made, *ended]],
+        [node.name for node in results],
         [node.name for node in given if last_use[node] == number],
+        may_be_replayed=sum(map(starts_a_kernel, operations)) > 1
+        and all(isinstance(node.meta.get("val"), Tensor) for node in [*given, *results])
+        and all(memory[target] in operations for node in operations for target in written_by(node)),
     )
+
+
+def _in_place(stage: Stage, room: Room, *, is_last: bool) -> Stage:
+    if stage.run is None or not stage.may_be_replayed or not can_be_recorded(room.device):
+        return stage
+    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last))

@@ -22,10 +22,30 @@ _VIEWS = _RESHAPES | {
     _aten.select.int, _aten.slice.Tensor,
 }  # fmt: skip
 
+_BLANKS: dict[Any, Callable[..., Any]] = {
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.zeros_like.default: _aten.zeros.default,
+    _aten.ones_like.default: _aten.ones.default,
+}
+
 
 def writes(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
+
+
+def written_by(node: Node) -> list[Node]:
+    """Those of its inputs to whose memory it writes."""
+    if not writes(node):
+        return []
+    arguments: list[Any] = node.target._schema.arguments  # type: ignore[union-attr]
+    given = [*zip(arguments, node.args), *((one, node.kwargs.get(one.name)) for one in arguments[len(node.args) :])]
+    values = [value for one, value in given if one.alias_info is not None and one.alias_info.is_write]
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Node)]
+
+
+def starts_a_kernel(node: Node) -> bool:
+    return node.op == "call_function" and not shares_memory(node)
 
 
 def shares_memory(node: Node) -> bool:
@@ -34,11 +54,16 @@ def shares_memory(node: Node) -> bool:
     return node.target is operator.getitem or (schema is not None and any(result.alias_info is not None for result in schema.returns))
 
 
+def is_view(node: Node) -> bool:
+    """Whether it is one tensor that lies in the memory of another, and no more."""
+    return shares_memory(node) and not writes(node) and node.target is not operator.getitem and isinstance(node.meta.get("val"), Tensor)
+
+
 def memory_of(nodes: Sequence[Node]) -> dict[Node, Node]:
     """For each node the one whose memory its value lies in."""
     found: dict[Node, Node] = {}
     for node in nodes:
-        sources = node.all_input_nodes
+        sources = written_by(node) or node.all_input_nodes
         found[node] = found[sources[0]] if sources and shares_memory(node) else node
     return found
 
@@ -48,6 +73,8 @@ def with_fewer_operations(graph: GraphModule) -> GraphModule:
     for node in list(graph.graph.nodes):
         if node.target in _VIEWS:
             _shorten(graph, node)
+        elif node.target in _BLANKS:
+            _detach(graph, node)
     _share(list(graph.graph.nodes))
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -65,7 +92,7 @@ def _share(nodes: Sequence[Node]) -> None:
     for node in nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
-        if not shares_memory(node) and not all(size <= _SMALL for size in _sizes(node.meta["val"])):
+        if not shares_memory(node) and not all(tensor.numel() <= _SMALL for tensor in values_of(node)):
             continue
         if not any(memory[one] in written for one in (node, *node.all_input_nodes)):
             first = seen.setdefault(f"{node.target}{node.args}{node.kwargs}", node)  # nodes go by their names, which are unique
@@ -73,8 +100,10 @@ def _share(nodes: Sequence[Node]) -> None:
                 node.replace_all_uses_with(first)
 
 
-def _sizes(value: Any) -> list[int]:
-    return [one.numel() for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)]
+def values_of(node: Node) -> list[Tensor]:
+    """What it computes, without the numbers."""
+    value = node.meta.get("val")
+    return [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)]
 
 
 def _shorten(graph: GraphModule, node: Node) -> None:
@@ -99,6 +128,13 @@ def _shorten(graph: GraphModule, node: Node) -> None:
             _replace(graph, node, _aten.view.default, source, list(value.shape))
 
 
+def _detach(graph: GraphModule, node: Node) -> None:
+    """Zeros like a tensor need no tensor."""
+    value = node.meta["val"]
+    if value.is_contiguous():
+        _replace(graph, node, _BLANKS[node.target], list(value.shape), dtype=value.dtype, device=value.device)
+
+
 def _is_ours(node: Node) -> bool:
     """Whether it is a view of an input that begins where the input does."""
     return node.target is _aten.as_strided.default and len(node.args) == 3 and _first(node).op == "placeholder"
@@ -111,8 +147,8 @@ def _first(node: Node) -> Node:
     return source
 
 
-def _replace(graph: GraphModule, node: Node, target: Callable[..., Any], *args: Any) -> None:
+def _replace(graph: GraphModule, node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with graph.graph.inserting_before(node):
-        new = graph.graph.call_function(target, args)
+        new = graph.graph.call_function(target, args, kwargs)
     new.meta = node.meta
     node.replace_all_uses_with(new)

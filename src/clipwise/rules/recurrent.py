@@ -27,7 +27,7 @@ from ..factors import Dense, Outer
 from ..functions import trait_of
 from ..marks import CONSTANT, TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
-from ..taps import Deposit, Keep, Record, Slot
+from ..taps import Deposit, Keep, Record, slot
 from ..tracing import is_tracing, made_once
 from .timeline import Packed, Padded, Timeline
 
@@ -111,7 +111,7 @@ class _Layer:
             return self._kernel(u, state)
         deposit = Deposit(self._prepare)
         names = {"w_hh": weights.w_hh, "b_hh": weights.b_hh, "w_hr": weights.w_hr}
-        slots = (Slot(0, True), Slot(1, True), Slot(2, False))
+        slots = (slot(0, True), slot(1, True), slot(2, False))
         use = Use(self.kernel, slots, {name: w for name, w in names.items() if any(w is t for t in tracked)}, tracked)
         u = watch.insert_tap(u, use, _RULE, [u.grad_fn] if u.requires_grad else [], deposit=deposit)
         outputs = self._kernel(u, state)

@@ -1,0 +1,162 @@
+"""A stage of a program (stages.py) as a CUDA graph that reads its inputs where they lie.
+
+A training that makes the same step again and again finds its large tensors at the same addresses, for torch's allocator is asked for the
+same in the same order. So nothing needs to be copied to where a graph reads it: the addresses are looked at, and where one is not what it
+was, the stage runs as always. Small tensors, and those that move about in spite of all (a batch that was just loaded), are copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import repeats
+from .recording import recorded_in_passing
+
+_SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
+_OFTEN = 2  # a large tensor that has moved so many times is copied
+_ATTEMPTS = 8  # at recording one stage: addresses may change again and again
+_LEAST_ROOM = 2**26  # bytes
+_SHARE = 16  # of the most that the training has held so far
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+class Room:
+    """Memory that the recordings of one program keep for themselves, beside what they hand over at the end."""
+
+    def __init__(self, device: torch.device, precision: torch.dtype):
+        self.device = device
+        self.precision = precision
+        self.taken = 0
+
+    @cached_property
+    def most(self) -> int:
+        return max(_LEAST_ROOM, torch.cuda.max_memory_allocated(self.device) // _SHARE) if self.device.type == "cuda" else _LEAST_ROOM
+
+    @cached_property
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class _Recording:
+    replay: Callable[[], None]
+    read: list[int]  # inputs that are read where they lie …
+    places: list[int]  # … which is here
+    copied: list[list[int]]  # the others, those of one type together, …
+    copies: list[list[Tensor]]  # … are copied to these
+    results: list[Tensor | _View]
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        return [given[number].data_ptr() for number in self.read] == self.places
+
+    def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What it finds is written over by the next call."""
+        for copies, numbers in zip(self.copies, self.copied):
+            torch._foreach_copy_(copies, [given[number] for number in numbers])
+        self.replay()
+        return tuple([result.of(given) if isinstance(result, _View) else result for result in self.results])
+
+
+@dataclass(frozen=True)
+class _View:
+    """A result that lies in the memory of an input."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # behind the beginning of the input
+
+    def of(self, given: Sequence[Tensor]) -> Tensor:
+        source = given[self.number]
+        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
+
+
+class InPlace:
+    """run(*tensors), which writes to none of them, replayed where that is possible.
+
+    Results live until the next call; with `hands_over` they are tensors of their own.
+    """
+
+    def __init__(self, run: Run, room: Room, *, hands_over: bool):
+        self._run, self._room, self._hands_over = run, room, hands_over
+        self._recording: _Recording | None = None
+        self._places: list[int] = []  # of the inputs of the last run that was no replay
+        self._moved: Counter[int] = Counter()  # how often each of them has lain somewhere else
+        self._left = _ATTEMPTS
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        if self._recording is not None and self._recording.fits(given):
+            return self._replayed(self._recording, given)
+        made = self._run(*given)
+        if self._left:
+            self._look(given, made)
+        return made
+
+    def _replayed(self, recording: _Recording, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        results = recording(given)
+        return _copies(results) if self._hands_over else results
+
+    def _look(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Record the stage, once its large inputs lie where they lay before."""
+        before, self._places = self._places, [tensor.data_ptr() for tensor in given]
+        moved = [number for number, (then, now) in enumerate(zip(before, self._places)) if then != now and given[number].nbytes > _SMALL]
+        self._moved.update(moved)
+        if before and all(self._moved[number] >= _OFTEN for number in moved):
+            self._left -= 1
+            try:
+                self._recording = self._recorded(given, made)
+            except Exception:  # the stage runs as always: a recording only saves time
+                self._recording, self._left = None, 0
+
+    def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
+        room = self._room
+        copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
+        own = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
+        self._forget()  # its room is needed
+        before = room.reserved()
+        inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
+        replay, found = recorded_in_passing(self._run, inputs, room.device, room.pool)
+        room.taken += room.reserved() - before - own
+        if room.taken > room.most:
+            self._left = 0
+            return None
+        read = [number for number in range(len(given)) if number not in copied]
+        places = [given[number].data_ptr() for number in read]
+        alike = [[number for number in copied if given[number].dtype == dtype] for dtype in {given[number].dtype for number in copied}]
+        copies = [[inputs[number] for number in numbers] for numbers in alike]
+        recording = _Recording(replay, read, places, alike, copies, [_result(tensor, given, read) for tensor in found])
+        del found  # what lies in the memory of an input would hold it
+        if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
+            raise ArithmeticError("a replay finds something else than the stage that was recorded.")
+        return recording
+
+    def _forget(self) -> None:
+        if self._recording is not None and self._room.device.type == "cuda":
+            torch.cuda.synchronize(self._room.device)  # it may be running
+        self._recording = None
+
+
+def _result(tensor: Tensor, given: Sequence[Tensor], read: Sequence[int]) -> Tensor | _View:
+    place = tensor.untyped_storage().data_ptr()
+    for number in read:
+        if given[number].untyped_storage().data_ptr() == place:
+            return _View(number, tensor.shape, tensor.stride(), int(tensor.storage_offset() - given[number].storage_offset()))
+    return tensor
+
+
+def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Most are sums of one type, which are copied together."""
+    alike = [number for number, tensor in enumerate(tensors) if tensor.dtype == tensors[0].dtype and tensor.is_floating_point()]
+    together = dict(zip(alike, torch._foreach_add([tensors[number] for number in alike], 0.0) if alike else ()))
+    return tuple([together[number] if number in together else tensor.clone() for number, tensor in enumerate(tensors)])
