@@ -11,17 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tracing import NotTraceable
 from .agreement import repeats
 from .recording import recorded_in_passing
 
 _SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
 _OFTEN = 2  # a large tensor that has moved so many times is copied
-_ATTEMPTS = 8  # at recording one stage: addresses may change again and again
+_ATTEMPTS = 8  # at recording one stage that is hardly used: addresses may change again and again
+_WORTH_IT = 100  # replays
 _LEAST_ROOM = 2**26  # bytes
 _SHARE = 16  # of the most that the training has held so far
 
@@ -29,7 +30,8 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Room:
-    """Memory that the recordings of one program keep for themselves, beside what they hand over at the end."""
+    """How much memory the recordings of one program may keep for themselves, beside what they hand over at the end. Each has its own: what one leaves
+    there, another that runs before or after it does not touch."""
 
     def __init__(self, device: torch.device, precision: torch.dtype):
         self.device = device
@@ -40,10 +42,6 @@ class Room:
     def most(self) -> int:
         return max(_LEAST_ROOM, torch.cuda.max_memory_allocated(self.device) // _SHARE) if self.device.type == "cuda" else _LEAST_ROOM
 
-    @cached_property
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
@@ -51,6 +49,7 @@ class Room:
 @dataclass(frozen=True)
 class _Recording:
     replay: Callable[[], None]
+    nbytes: int
     read: list[int]  # inputs that are read where they lie …
     places: list[int]  # … which is here
     copied: list[list[int]]  # the others, those of one type together, …
@@ -94,6 +93,7 @@ class InPlace:
         self._places: list[int] = []  # of the inputs of the last run that was no replay
         self._moved: Counter[int] = Counter()  # how often each of them has lain somewhere else
         self._left = _ATTEMPTS
+        self._used = 0  # how often the recording was replayed
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         if self._recording is not None and self._recording.fits(given):
@@ -104,6 +104,7 @@ class InPlace:
         return made
 
     def _replayed(self, recording: _Recording, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self._used += 1
         results = recording(given)
         return _copies(results) if self._hands_over else results
 
@@ -112,46 +113,53 @@ class InPlace:
         before, self._places = self._places, [tensor.data_ptr() for tensor in given]
         moved = [number for number, (then, now) in enumerate(zip(before, self._places)) if then != now and given[number].nbytes > _SMALL]
         self._moved.update(moved)
-        if before and all(self._moved[number] >= _OFTEN for number in moved):
-            self._left -= 1
-            try:
-                self._recording = self._recorded(given, made)
-            except Exception:  # the stage runs as always: a recording only saves time
-                self._recording, self._left = None, 0
+        if not before or any(self._moved[number] < _OFTEN for number in moved):
+            return
+        self._left = (_ATTEMPTS if self._used >= _WORTH_IT else self._left) - 1
+        self._forget()
+        try:
+            self._recording = self._recorded(given, made)
+        except Exception:  # the stage runs as always: a recording only saves time
+            self._left = 0
 
     def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
         room = self._room
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
         own = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
-        self._forget()  # its room is needed
         before = room.reserved()
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
-        replay, found = recorded_in_passing(self._run, inputs, room.device, room.pool)
-        room.taken += room.reserved() - before - own
-        if room.taken > room.most:
+        replay, found = recorded_in_passing(self._run, inputs, room.device)
+        nbytes = max(room.reserved() - before - own, 0)
+        if room.taken + nbytes > room.most:
             self._left = 0
             return None
         read = [number for number in range(len(given)) if number not in copied]
         places = [given[number].data_ptr() for number in read]
         alike = [[number for number in copied if given[number].dtype == dtype] for dtype in {given[number].dtype for number in copied}]
         copies = [[inputs[number] for number in numbers] for numbers in alike]
-        recording = _Recording(replay, read, places, alike, copies, [_result(tensor, given, read) for tensor in found])
+        recording = _Recording(replay, nbytes, read, places, alike, copies, [_result(tensor, inputs, given) for tensor in found])
         del found  # what lies in the memory of an input would hold it
         if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
             raise ArithmeticError("a replay finds something else than the stage that was recorded.")
+        room.taken += nbytes
         return recording
 
     def _forget(self) -> None:
-        if self._recording is not None and self._room.device.type == "cuda":
-            torch.cuda.synchronize(self._room.device)  # it may be running
-        self._recording = None
+        if self._recording is not None:
+            self._room.taken -= self._recording.nbytes
+            if self._room.device.type == "cuda":
+                torch.cuda.synchronize(self._room.device)  # it may be running
+        self._recording, self._used = None, 0
 
 
-def _result(tensor: Tensor, given: Sequence[Tensor], read: Sequence[int]) -> Tensor | _View:
+def _result(tensor: Tensor, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> Tensor | _View:
+    """What lies in the memory of an input, or of its copy, is a view of what is given: later stages may write to it."""
     place = tensor.untyped_storage().data_ptr()
-    for number in read:
-        if given[number].untyped_storage().data_ptr() == place:
-            return _View(number, tensor.shape, tensor.stride(), int(tensor.storage_offset() - given[number].storage_offset()))
+    for number, mine in enumerate(inputs):
+        if mine.untyped_storage().data_ptr() == place:
+            if mine.stride() != given[number].stride():
+                raise NotTraceable("a view of a tensor that is laid out otherwise.")
+            return _View(number, tensor.shape, tensor.stride(), int(tensor.storage_offset() - mine.storage_offset()))
     return tensor
 
 

@@ -27,6 +27,7 @@ from .staged import Noted, Staged
 _Key = tuple[int, frozenset[int]]  # examples, and keys of taps
 _PATIENCE = 3  # steps with batches of one size before they are worth a program
 _MOST = 8  # programs that are made for one kind of step
+_MOST_REPLAYED = 2  # of them may become graphs, which keep a copy of the sums each
 _ROOM = 4  # times what reaches the taps must be free for holding a program against the eager step
 
 
@@ -118,7 +119,7 @@ def _prepare(programs: Programs, step: Step, noted: Sequence[Noted]) -> None:
             return
         if program is None:
             programs.attempts += 1
-            program = Staged(tape, noted, layouts, losses, step.unit)
+            program = Staged(tape, noted, layouts, losses, step.unit, replays=len(programs.made) < _MOST_REPLAYED)
             gc.collect()  # tracing leaves cycles, which hold this step's tensors
         if program.is_right(noted, losses, step.bound, eagerly(tape, layouts, step.clipping)):
             programs.made[key] = program

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,14 +47,14 @@ def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> 
 
 
 def recorded_in_passing(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device, pool: Any
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device
 ) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
     """As `recorded`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
-    tensors of later steps will lie where they lay. `pool`: of whose memory it takes."""
+    tensors of later steps will lie where they lay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
         _begin_with_libraries(device)
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             outputs = list(run(*inputs))
         finally:

@@ -93,9 +93,11 @@ class Noted:
 
 
 class Staged:
-    """One program. `clipping` with norms in units of a bound that each call brings along."""
+    """One program. `clipping` with norms in units of a bound that each call brings along. `replays`: its stages may become graphs."""
 
-    def __init__(self, tape: Tape, noted: Sequence[Noted], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping):
+    def __init__(
+        self, tape: Tape, noted: Sequence[Noted], layouts: Sequence[Layout], losses: Tensor, clipping: Clipping, *, replays: bool
+    ):  # fmt: skip
         if any(like.device != losses.device for tap in noted for like in tap.like):
             raise NotTraceable("it lies on several devices.")
         if any(tap.record.hands_over is None for tap in noted):
@@ -116,7 +118,7 @@ class Staged:
             function = clipped_sums(tape, [tap.record for tap in noted], sizes, layouts, clipping, self._names)
             graph = graph_of(function, inputs, in_steps=True)
         self._precision = coarsest(graph, losses.device)
-        self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision))
+        self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision) if replays else None)
 
     def fits(self, tape: Tape, losses: Tensor, layouts: dict[int, Layout]) -> bool:
         """Whether the taps behind these losses are those that were traced, with the examples where they were. Asked before the backward pass."""

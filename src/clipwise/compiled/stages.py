@@ -173,11 +173,18 @@ def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int, early: Col
         for owner in owners:
             read[owner] = max(read.get(owner, 0), stage)
         stage_of[node] = stage
-    for node in reversed(nodes):  # not before they are needed …
-        if node in constants or is_view(node):
+    movable = {node for node in nodes if node in constants or is_view(node)}
+    for node in reversed(nodes):
+        if node in movable:  # not before it is needed
             stage_of[node] = min([stage_of[user] for user in node.users], default=0)
-    for node in constants:  # … but before what they read is written to
-        stage_of[node] = min([stage_of[node], *(stage_of[source] for source in node.all_input_nodes if memory[source] in written)])
+    before: dict[Node, int] = {}
+    while stage_of != before:
+        before = dict(stage_of)
+        for node in constants:  # not behind a write to what it reads …
+            stage_of[node] = min([stage_of[node], *(stage_of[source] for source in node.all_input_nodes if memory[source] in written)])
+        for node in reversed(nodes):  # … and not behind those that need it
+            if node in movable:
+                stage_of[node] = min([stage_of[node], *(stage_of[user] for user in node.users)])
     return stage_of
 
 
@@ -197,8 +204,13 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
     for node in mine:
         if node.op == "output":
             (results,) = cast(tuple[list[Node]], node.args)
-    here.output(tuple(copies[node] for node in results))
     operations = [node for node in mine if node.op not in ("placeholder", "output")]
+    returned = [copies[node] for node in results]
+    if number == max(stage_of.values()):  # what an earlier stage has made may be written over in the next step
+        returned = [
+            copy if memory[node] in operations else here.call_function(torch.clone, (copy,)) for node, copy in zip(results, returned)
+        ]
+    here.output(tuple(returned))
     return Stage(
         GraphModule(graph, here).forward if operations or results else None,
         [node.name for node in given],

@@ -84,10 +84,10 @@ def with_fewer_operations(graph: GraphModule) -> GraphModule:
 def _share(nodes: Sequence[Node]) -> None:
     """Of operations that find the same from the same, keep the first: of views and of what is small, for it lives on until the last use.
 
-    What is written to is left alone.
+    What is written to is left alone, and so is what is returned: others may write to that.
     """
     memory = memory_of(nodes)
-    written = {memory[source] for node in nodes if writes(node) for source in node.all_input_nodes}
+    written = {memory[source] for node in nodes if writes(node) or node.op == "output" for source in node.all_input_nodes}
     seen: dict[str, Node] = {}
     for node in nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
