@@ -76,10 +76,13 @@ def plain_way(method: str) -> Way:
 ORDINARY = "ordinary"
 
 
-def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1) -> dict[str, dict[str, float]]:
+def measure(
+    case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1, settle: int = 0
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """{way: {milliseconds, times_ordinary, megabytes, memory_times_ordinary}}; ORDINARY is one of the ways.
 
-    Each way is made and warmed up by itself; what it then has at the peak of a step is its memory. Times are taken in turns. The clock
+    Each way is made and warmed up by itself; what it then has at the peak of a step is its memory. Times are taken in turns, which begin with
+    `settle` steps that do not count: a training finds its tensors where it left them, unless another one took its memory meanwhile. The clock
     is read after `at_once` steps: a training loop does not wait for the device after each of them.
     """
     first = case.build()
@@ -99,6 +102,8 @@ def measure(case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps // at_once):
         for name, run in runs.items():
+            for _ in range(settle):
+                run(x, y)
             _synchronize()
             start = time.perf_counter()
             for _ in range(at_once):

@@ -29,9 +29,10 @@ from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_
 from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
 
-WARM_UP = 17  # a graph is there after six; steps 16, 32 … verify the model, so that the next fourteen are like most
+WARM_UP = 22  # a graph is there after six, and anew some steps after 16, 32 …, which verify the model; the next ten are like most
 _IN_A_LINE = 7  # cases of the plot
 AT_ONCE = 5  # steps between two looks at the clock
+SETTLE = 3  # steps before them, after those of another way
 
 
 def ordinary_graph(model: nn.Module, case: Case) -> Step | None:
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    path, cases = measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE))
+    path, cases = measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE, SETTLE))
     draw(path.with_suffix(".png"), cases)
 
 

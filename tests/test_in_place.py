@@ -2,6 +2,7 @@
 lies at an address."""
 
 import ctypes
+import math
 import random
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from clipwise import tracing
 from clipwise.compiled import in_place, stages
+from clipwise.compiled.agreement import repeats
 from clipwise.compiled.stages import Stages
+from clipwise.streams import OneByOne
 from test_staged import assert_runs, traced
 
 
@@ -103,7 +106,7 @@ def test_a_recording_that_is_wrong_is_not_used(stage, monkeypatch):
     large = torch.randn(40)
     for _ in range(5):
         assert_right(stage, large, torch.randn(3))
-    assert stage._recording is None and stage._left == 0
+    assert stage._recording is None and stage._room.is_closed
 
 
 def test_a_recording_that_takes_too_much_room_is_not_kept(stage, monkeypatch):
@@ -113,6 +116,98 @@ def test_a_recording_that_takes_too_much_room_is_not_kept(stage, monkeypatch):
     for _ in range(4):
         assert_right(stage, large, torch.randn(3))
     assert stage._recording is None and "replay" not in stage.ran
+
+
+def test_recordings_take_little(monkeypatch):
+    held, free = [2**34], [2**36]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**37))
+    room = in_place.Room(torch.device("cuda", 0), torch.float32)
+    assert [room.most(at_the_end=last) for last in (False, True)] == [2**30, 2**32]
+    held[0] = 2**20
+    assert [room.most(at_the_end=last) for last in (False, True)] == [2**26, 2**26]  # what nobody misses
+    free[0] = 2**23
+    assert room.most(at_the_end=True) == 2**20
+    room.taken = 2**24 - 2**23
+    assert room.most(at_the_end=True) == 2**21
+
+
+def test_what_is_copied_takes_room_too(stage, monkeypatch):
+    monkeypatch.setattr(in_place.Room, "most", lambda self, at_the_end: 150)
+    for _ in range(5):
+        stage(torch.randn(40), torch.randn(3))
+    assert stage._recording is None and "replay" not in stage.ran
+
+
+def test_a_place_that_changes_once_is_no_reason_to_copy(stage):
+    first, second = torch.randn(40), torch.randn(40)
+    for large in (first, first, first, second, second, second, first, first, first):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording.read == [0]
+
+
+def test_a_stage_is_held_against_itself_anew(stage):
+    large = torch.randn(40)
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    stage.forget()
+    del stage.ran[:]
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    assert stage.ran == ["run", "run", "replay", "replay"]
+
+
+def test_on_another_stream_nothing_is_replayed(stage, monkeypatch):
+    large, here = torch.randn(40), [True]
+    monkeypatch.setattr(in_place.Room, "is_here", lambda self: here[0])
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    here[0] = False
+    del stage.ran[:]
+    assert_right(stage, large, torch.randn(3))
+    assert stage.ran == ["run"]
+
+
+def test_what_reads_the_work_of_another_stream_waits_for_it(monkeypatch):
+    waited, stream = [], [7]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    device = torch.device("cuda", 0)
+    one_by_one = OneByOne(device)
+    with one_by_one:
+        pass
+    assert not waited
+    stream[0] = 8
+    with one_by_one:
+        assert len(waited) == 1
+    assert len(waited) == 2
+    stream[0] = 7
+    with one_by_one:
+        assert len(waited) == 2
+    room = in_place.Room(device, torch.float32)
+    assert room.is_here()
+    stream[0] = 8
+    assert not room.is_here()
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0], [1.0, 2.0001], True),
+        ([1e6, 0, 0, 0], [1e6, 1, 1, 1], False),  # three examples lost their norms
+        ([0.0, 0.0], [1e20, 1e20], False),
+        ([0.0, 0.0], [1e-25, 1e-25], False),
+        ([-1.0, 1e-6], [-1.0, 2e-6], True),  # of a sum
+        ([1.0, math.nan], [1.0, math.nan], True),
+        ([1.0, 0.0], [1.0, math.nan], False),
+        ([1.0, math.inf], [1.0, math.inf], True),
+        ([1.0, math.nan], [1.0, 3.0], False),
+    ],
+)
+def test_what_counts_as_found_again(found, expected, same):
+    assert repeats(torch.tensor(found), torch.tensor(expected), torch.float32) == same
+    assert not repeats(torch.zeros(1000, dtype=torch.float16), torch.full((1000,), 3e4, dtype=torch.float16), torch.float16)
 
 
 def test_what_is_not_finite_is_no_reason_to_record_nothing(stage):

@@ -13,6 +13,7 @@ _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 _SMALL = 2**26  # bytes that nobody misses
 _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a recording's inputs
+_MUCH = 2**29  # bytes that a recording does not copy, however much is free
 _SLACK = 20  # one in so many parts of what is allocated may be allocated besides
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
 
@@ -95,7 +96,7 @@ def room_for_trial(device: torch.device) -> int:
 def room_for_recording(device: torch.device, parameters: int) -> int:
     """Bytes that the inputs of a recording may take: little beside the model, which has so many bytes of parameters, or beside what is free."""
     share = _free_on(device)
-    return min(share, max(_SMALL, 2 * parameters, share // _SHARE_OF_RECORDINGS))
+    return min(share, max(_SMALL, 2 * parameters, min(share // _SHARE_OF_RECORDINGS, _MUCH)))
 
 
 def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget) -> bool:

@@ -46,6 +46,29 @@ class Streams:
                 here.wait_stream(stream)
 
 
+class OneByOne:
+    """Blocks that read what blocks before them have made: one on another stream than the first waits for these, and those after it for it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._first: int | None = None
+        self._is_elsewhere = False
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+            self._first = stream if self._first is None else self._first
+            self._is_elsewhere = stream != self._first
+            self._wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._is_elsewhere:
+            torch.cuda.synchronize(self._device)
+
+
 class OnTheWay:
     """A few numbers that are on their way to the host."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,23 +23,46 @@ _OFTEN = 2  # a large tensor that has moved so many times is copied
 _ATTEMPTS = 8  # at recording one stage that is hardly used: addresses may change again and again
 _WORTH_IT = 100  # replays
 _LEAST_ROOM = 2**26  # bytes
-_SHARE = 16  # of the most that the training has held so far
+_SHARE = 16  # of the most that the training has held so far …
+_SHARE_AT_THE_END = 4
+_SHARE_OF_FREE = 8  # … and of what is free
 
 Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Room:
-    """How much memory the recordings of one program may keep for themselves, beside what they hand over at the end. Each has its own: what one leaves
-    there, another that runs before or after it does not touch."""
+    """Where the recordings of one program may be replayed, and how much memory they may keep beside what they hand over at the end.
+
+    Each has memory of its own: what one leaves there, another that runs before or after it does not touch. But all are recorded on one stream,
+    for which libraries have one workspace; so all are replayed on one, that of the first.
+    """
 
     def __init__(self, device: torch.device, precision: torch.dtype):
         self.device = device
         self.precision = precision
         self.taken = 0
+        self.is_closed = False  # a recording failed
+        self._stream: int | None = None
 
-    @cached_property
-    def most(self) -> int:
-        return max(_LEAST_ROOM, torch.cuda.max_memory_allocated(self.device) // _SHARE) if self.device.type == "cuda" else _LEAST_ROOM
+    def is_here(self) -> bool:
+        if self.is_closed or self.device.type != "cuda":
+            return not self.is_closed
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if self._stream is None:
+            self._stream = stream
+        return stream == self._stream
+
+    def is_recorded_by_another(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def most(self, *, at_the_end: bool) -> int:
+        """Bytes that all recordings may take; with the last stage, in which most of the work is done, more. Little beside what the training has held so
+        far, and beside what is free: what they take, nobody else gets."""
+        if self.device.type != "cuda":
+            return _LEAST_ROOM
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.max_memory_allocated(self.device)
+        return min(max(_LEAST_ROOM, held // (_SHARE_AT_THE_END if at_the_end else _SHARE)), (free + self.taken) // _SHARE_OF_FREE)
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
@@ -91,17 +113,25 @@ class InPlace:
         self._run, self._room, self._hands_over = run, room, hands_over
         self._recording: _Recording | None = None
         self._places: list[int] = []  # of the inputs of the last run that was no replay
-        self._moved: Counter[int] = Counter()  # how often each of them has lain somewhere else
+        self._moved: Counter[int] = Counter()  # how often in succession each of them lay somewhere else; those that do so often, for ever
         self._left = _ATTEMPTS
         self._used = 0  # how often the recording was replayed
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        if not self._room.is_here():
+            return self._run(*given)
         if self._recording is not None and self._recording.fits(given):
             return self._replayed(self._recording, given)
         made = self._run(*given)
         if self._left:
             self._look(given, made)
         return made
+
+    def forget(self) -> None:
+        """What follows is recorded anew, and held against the stage anew."""
+        self._drop()
+        self._places = []
+        self._left = _ATTEMPTS if self._left else 0
 
     def _replayed(self, recording: _Recording, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._used += 1
@@ -111,26 +141,35 @@ class InPlace:
     def _look(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Record the stage, once its large inputs lie where they lay before."""
         before, self._places = self._places, [tensor.data_ptr() for tensor in given]
-        moved = [number for number, (then, now) in enumerate(zip(before, self._places)) if then != now and given[number].nbytes > _SMALL]
-        self._moved.update(moved)
-        if not before or any(self._moved[number] < _OFTEN for number in moved):
+        moved = {number for number, (then, now) in enumerate(zip(before, self._places)) if then != now and given[number].nbytes > _SMALL}
+        for number in range(len(given)):
+            if number in moved:
+                self._moved[number] += 1
+            elif self._moved[number] < _OFTEN:
+                self._moved[number] = 0
+        if not before or any(self._moved[number] < _OFTEN for number in moved) or self._room.is_recorded_by_another():
             return
         self._left = (_ATTEMPTS if self._used >= _WORTH_IT else self._left) - 1
-        self._forget()
+        self._drop()
         try:
             self._recording = self._recorded(given, made)
-        except Exception:  # the stage runs as always: a recording only saves time
-            self._left = 0
+        except Exception:  # the stages run as always: recordings only save time
+            self._room.is_closed = True
 
     def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
         room = self._room
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
-        own = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
-        before = room.reserved()
+        nbytes = sum(given[number].nbytes for number in copied)
+        most = room.most(at_the_end=self._hands_over)
+        if room.taken + nbytes > most:
+            self._left = 0
+            return None
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
+        before = room.reserved()
         replay, found = recorded_in_passing(self._run, inputs, room.device)
-        nbytes = max(room.reserved() - before - own, 0)
-        if room.taken + nbytes > room.most:
+        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
+        nbytes += max(room.reserved() - before - handed_over, 0)
+        if room.taken + nbytes > most:
             self._left = 0
             return None
         read = [number for number in range(len(given)) if number not in copied]
@@ -144,7 +183,7 @@ class InPlace:
         room.taken += nbytes
         return recording
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         if self._recording is not None:
             self._room.taken -= self._recording.nbytes
             if self._room.device.type == "cuda":

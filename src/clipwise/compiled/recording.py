@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -51,14 +52,19 @@ def recorded_in_passing(
 ) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
     """As `recorded`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
     tensors of later steps will lie where they lay."""
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
         _begin_with_libraries(device)
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            outputs = list(run(*inputs))
-        finally:
-            graph.capture_end()
+            try:
+                outputs = list(run(*inputs))
+            finally:
+                graph.capture_end()
+        except Exception:  # where CUDA itself broke off, torch would go on allocating for a graph
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            raise
     return graph.replay, outputs
 
 

@@ -23,6 +23,7 @@ from ..marks import Marks
 from ..methods.base import Clipped
 from ..numerics import number_on, without_autocast
 from ..passes import Arrival
+from ..streams import OneByOne
 from ..tape import Tape
 from ..taps import Record
 from ..tracing import NotTraceable
@@ -138,11 +139,12 @@ class Staged:
     def __call__(self, tape: Tape, losses: Tensor, bound: float) -> tuple[Clipped, list[Record]]:
         """Clipped sums by a backward pass from losses that `fits`, and the taps that were heard. Norms are measured in units of `bound`."""
         heard: list[Record] = []
-        running = self._stages.begin()
+        running, one_by_one = self._stages.begin(), OneByOne(losses.device)
 
         def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
             heard.append(record)
-            self._give(running, with_row_numbers((record, grad, kept), tape.marks))
+            with one_by_one:
+                self._give(running, with_row_numbers((record, grad, kept), tape.marks))
 
         tape.backward(losses, torch.ones_like(losses), receive, retain_graph=False, known=True)
         return self._finished(running, losses.detach(), bound).clipped, heard
@@ -167,6 +169,7 @@ class Staged:
         dice = torch.Generator(losses.device).manual_seed(0)
         others = [tap.made_up(dice) for tap in noted]
         other_losses = nobodys(losses, dice)
+        self._stages.forget_recordings()
         running = self._stages.begin(in_place=False)
         for arrival in others:
             self._give(running, arrival)

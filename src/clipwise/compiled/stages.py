@@ -65,6 +65,12 @@ class Stages:
             self._stages if room is None else [_in_place(stage, room, is_last=stage is self._stages[-1]) for stage in self._stages]
         )
 
+    def forget_recordings(self) -> None:
+        """Stages that became graphs are recorded, and held against what they do, once more."""
+        for stage in self._in_place:
+            if isinstance(stage.run, InPlace):
+                stage.run.forget()
+
     def begin(self, *, in_place: bool = True) -> Running:
         """One run; `in_place` if its inputs are those of a step, which come again."""
         return Running(self._inputs, self._in_place if in_place else self._stages)
@@ -218,7 +224,9 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
         [node.name for node in given if last_use[node] == number],
         may_be_replayed=sum(map(starts_a_kernel, operations)) > 1
         and all(isinstance(node.meta.get("val"), Tensor) for node in [*given, *results])
-        and all(memory[target] in operations for node in operations for target in written_by(node)),
+        and all(
+            memory[target] in operations and memory[target].op == "call_function" for node in operations for target in written_by(node)
+        ),
     )
 
 
