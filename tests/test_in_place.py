@@ -1,6 +1,7 @@
 """Stages that are replayed where their inputs lie: same numbers, wherever these lie. Graphs need a GPU (test_cuda.py); here a stand-in reads what
 lies at an address."""
 
+import contextlib
 import ctypes
 import math
 import random
@@ -10,6 +11,7 @@ import torch
 
 from clipwise import tracing
 from clipwise.compiled import in_place, stages
+from clipwise.compiled import recording as recording_module
 from clipwise.compiled.agreement import repeats
 from clipwise.compiled.stages import Stages
 from clipwise.streams import OneByOne
@@ -333,3 +335,47 @@ def test_programs_made_at_random(seed, recording, monkeypatch):
         for found, right in zip(running.outputs(), expected, strict=True):
             assert torch.allclose(found, right, equal_nan=True, rtol=1e-4)
         assert all(map(torch.equal, places, before))
+
+
+class BrokenOff:
+    """A capture that CUDA breaks off: torch cannot end it."""
+
+    def __init__(self):
+        self.replay = lambda: None
+
+    def capture_begin(self, *, pool, capture_error_mode):
+        assert pool == (0, 7) and capture_error_mode == "thread_local"
+
+    def capture_end(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
+    ended = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(recording_module, "recording_stream", lambda device: None)
+    monkeypatch.setattr(recording_module, "_begin_with_libraries", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
+    with pytest.raises(RuntimeError, match="previous error"):
+        recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0))
+    assert ended == [(0, (0, 7))]
+    monkeypatch.setattr(BrokenOff, "capture_end", lambda self: None)
+    _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0))
+    assert torch.equal(found, torch.full((2,), 2.0)) and len(ended) == 1
+
+
+def test_after_a_recording_that_failed_no_other_is_tried(stage, monkeypatch):
+    def fails(run, given, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(in_place, "recorded_in_passing", fails)
+    large = torch.randn(40)
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    other = in_place.InPlace(stage._run, stage._room, hands_over=False)
+    for _ in range(3):
+        assert_right(other, large, torch.randn(3))
+    assert stage._room.is_closed and stage.ran == ["run"] * 6 and not other._places
