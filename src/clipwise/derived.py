@@ -40,7 +40,7 @@ def pull_back(weight: Tensor, factor: Factor, marks: Marks) -> tuple[Tensor, Fac
 
 def needs_autograd(weight: Tensor, marks: Marks) -> bool:
     """Whether `pull_back` may stop short of the parameters, so that the graph must outlive the backward pass."""
-    return any(source is None for source, _, _ in _way_back(weight, marks))
+    return id(weight) not in marks.parameters and any(source is None for source, _, _ in _way_back(weight, marks))
 
 
 def path_of(weight: Tensor, marks: Marks) -> tuple[tuple[Any, ...], list[Tensor]]:

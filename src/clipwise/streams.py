@@ -16,11 +16,17 @@ from .taps import Record
 Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
 
 
+def current_address(device: torch.device) -> int:
+    """Of the stream that is current on this thread: streams themselves are costly to ask for. A CPU has but one."""
+    address: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return address
+
+
 class Streams:
     """The streams on which something was handed over."""
 
     def __init__(self) -> None:
-        self._heard: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and address: streams are costly to ask for
+        self._heard: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and address
 
     def noting(self, receive: Receive) -> Receive:
         """`receive`, and the stream it was called on is noted."""
@@ -34,7 +40,7 @@ class Streams:
     def note(self, tensor: Tensor) -> None:
         """This tensor was made on the stream that is current now, on this thread."""
         if tensor.is_cuda:
-            key = tensor.device.index, torch._C._cuda_getCurrentRawStream(tensor.device.index)
+            key = tensor.device.index, current_address(tensor.device)
             if key not in self._heard:
                 self._heard[key] = torch.cuda.current_stream(tensor.device)
 
@@ -55,11 +61,10 @@ class OneByOne:
         self._is_elsewhere = False
 
     def __enter__(self) -> None:
-        if self._device.type == "cuda":
-            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-            self._first = stream if self._first is None else self._first
-            self._is_elsewhere = stream != self._first
-            self._wait()
+        stream = current_address(self._device)
+        self._first = stream if self._first is None else self._first
+        self._is_elsewhere = stream != self._first
+        self._wait()
 
     def __exit__(self, *_: object) -> None:
         self._wait()

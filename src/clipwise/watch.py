@@ -256,12 +256,9 @@ class Watch(TorchFunctionMode):
             if weight.is_complex() or output.is_complex():
                 raise self._not_covered(use, "takes part in complex arithmetic")
             said.append(marks.labels.get(id(weight)))
-            if id(weight) in marks.parameters:
-                tape.taps_of[id(weight)] += 1
-                continue
             tape.needs_graph = tape.needs_graph or needs_autograd(weight, marks)
-            for parameter in marks.roots(weight):
-                tape.taps_of[parameter] += 1
+        for parameter in marks.keys_of(use.tracked):
+            tape.taps_of[parameter] += 1
         tape.needs_graph = tape.needs_graph or local is not None
         key = tape.trail = hash(tuple(said))
         if tape.uses is not None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..streams import current_address
 from ..tracing import NotTraceable
 from .agreement import repeats
-from .recording import recorded_in_passing
+from .recording import alike, recorded_in_passing
 
 _SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
 _OFTEN = 2  # a large tensor that has moved so many times is copied
@@ -45,12 +46,9 @@ class Room:
         self._stream: int | None = None
 
     def is_here(self) -> bool:
-        if self.is_closed or self.device.type != "cuda":
-            return not self.is_closed
-        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if self._stream is None:
-            self._stream = stream
-        return stream == self._stream
+        stream = current_address(self.device)
+        self._stream = stream if self._stream is None else self._stream
+        return stream == self._stream and not self.is_closed
 
     def is_recorded_by_another(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -155,14 +153,16 @@ class InPlace:
             self._recording = self._recorded(given, made)
         except Exception:  # the stages run as always: recordings only save time
             self._room.is_closed = True
+        if self._recording is None:
+            self._left = 0
 
     def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
+        """None: it would take too much room."""
         room = self._room
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
         nbytes = sum(given[number].nbytes for number in copied)
         most = room.most(at_the_end=self._hands_over)
         if room.taken + nbytes > most:
-            self._left = 0
             return None
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
         before = room.reserved()
@@ -170,13 +170,12 @@ class InPlace:
         handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
         nbytes += max(room.reserved() - before - handed_over, 0)
         if room.taken + nbytes > most:
-            self._left = 0
             return None
         read = [number for number in range(len(given)) if number not in copied]
         places = [given[number].data_ptr() for number in read]
-        alike = [[number for number in copied if given[number].dtype == dtype] for dtype in {given[number].dtype for number in copied}]
-        copies = [[inputs[number] for number in numbers] for numbers in alike]
-        recording = _Recording(replay, nbytes, read, places, alike, copies, [_result(tensor, inputs, given) for tensor in found])
+        together = alike({number: given[number].dtype for number in copied})
+        copies = [[inputs[number] for number in numbers] for numbers in together]
+        recording = _Recording(replay, nbytes, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found])
         del found  # what lies in the memory of an input would hold it
         if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
             raise ArithmeticError("a replay finds something else than the stage that was recorded.")

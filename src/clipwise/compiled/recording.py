@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -76,6 +76,11 @@ def _begin_with_libraries(device: torch.device) -> None:
 
 
 _begun = threading.local()
+
+
+def alike(dtypes: Mapping[int, torch.dtype]) -> list[list[int]]:
+    """Numbers of tensors of one type: kernels that copy many at once want one."""
+    return [[number for number, mine in dtypes.items() if mine == dtype] for dtype in dict.fromkeys(dtypes.values())]
 
 
 class Recording:

@@ -165,7 +165,10 @@ class Staged:
         return Measured(Clipped(dict(zip(self._names, sums)), weights, finite, value.to(losses.dtype)), squares)
 
     def is_right(self, noted: Sequence[Noted], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
-        """Hold the program against the eager computation on numbers that are nobody's: what is decided here must not depend on a record."""
+        """Hold the program against the eager computation on numbers that are nobody's: what is decided here must not depend on a record.
+
+        Its stages are held against themselves when they become graphs; they will be once more.
+        """
         dice = torch.Generator(losses.device).manual_seed(0)
         others = [tap.made_up(dice) for tap in noted]
         other_losses = nobodys(losses, dice)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -36,8 +36,6 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {  # the same operations; Python reac
     _aten.t.default: torch.t,
     _aten.view.default: torch.Tensor.view,
 }
-
-
 _SMALL = 2**20  # bytes that nobody misses
 
 
@@ -105,45 +103,44 @@ class Running:
 
 
 def _cut(graph: GraphModule, inputs: Sequence[Sequence[str]]) -> list[Stage]:
-    nodes = list(graph.graph.nodes)
-    groups, last = {name: number for number, names in enumerate(inputs) for name in names}, len(inputs) - 1
-    stage_of = _placed(nodes, groups, last, nodes)
-    stage_of = _placed(nodes, groups, last, _early(nodes, stage_of, last))
-    last_use = _last_uses(nodes, stage_of)
-    memory = memory_of(nodes)
+    memory = memory_of(list(graph.graph.nodes))  # which also has the nodes in their order
+    groups = {name: number for number, names in enumerate(inputs) for name in names}
+    at_once = _placed(memory, groups, memory.keys())
+    stage_of = _placed(memory, groups, _early(memory, at_once))
+    last_use = _last_uses(stage_of)
     return [_stage(graph, memory, stage_of, last_use, number) for number in range(len(inputs))]
 
 
-def _early(nodes: Sequence[Node], stage_of: dict[Node, int], last: int) -> Set[Node]:
+def _early(memory: dict[Node, Node], stage_of: dict[Node, int]) -> Set[Node]:
     """The operations after which something large can be let go before the last stage, and what they need.
 
     That is what reached a tap, and what is made of it for a moment.
     """
-    memory, last_use = memory_of(nodes), dict[Node, int]()
-    for node, stage in _last_uses(nodes, stage_of).items():
+    last, last_use = max(stage_of.values()), dict[Node, int]()
+    for node, stage in _last_uses(stage_of).items():
         last_use[memory[node]] = max(last_use.get(memory[node], 0), stage)
     passing = {
         node
         for node, stage in last_use.items()
         if stage < last and (node.op == "placeholder" or stage_of[node] == stage) and _nbytes(node) > _SMALL
     }
-    early, before = {node for node in nodes if node.op == "placeholder"}, -1
+    early, before = {node for node in memory if node.op == "placeholder"}, -1
     while len(early) != before:
         before = len(early)
-        for node in nodes:
+        for node in memory:
             if any(memory[source] in passing and memory[source] in early for source in node.all_input_nodes):
                 early.add(node)
-        for node in reversed(nodes):
+        for node in reversed(memory):
             if node in early:
                 early.update(node.all_input_nodes)
     return early
 
 
-def _last_uses(nodes: Sequence[Node], stage_of: dict[Node, int]) -> dict[Node, int]:
+def _last_uses(stage_of: dict[Node, int]) -> dict[Node, int]:
     found = dict(stage_of)
-    for node in nodes:
+    for node, stage in stage_of.items():
         for source in node.all_input_nodes:
-            found[source] = max(found[source], stage_of[node])
+            found[source] = max(found[source], stage)
     return found
 
 
@@ -151,14 +148,14 @@ def _nbytes(node: Node) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in values_of(node))
 
 
-def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int, early: Collection[Node]) -> dict[Node, int]:
+def _placed(memory: dict[Node, Node], groups: dict[str, int], early: Set[Node]) -> dict[Node, int]:
     """In which stage each operation runs: when its inputs are there, and after all that must come before it; in the last, if it is not `early`."""
     stage_of: dict[Node, int] = {}
-    memory = memory_of(nodes)
-    constants: list[Node] = []
+    last = max(groups.values())
+    constants: dict[Node, None] = {}
     read: dict[Node, int] = {}  # in which stage it is read for the last time so far …
     written: dict[Node, int] = {}  # … and was written to
-    for node in nodes:
+    for node in memory:
         sources = node.all_input_nodes
         owners = [memory[source] for source in sources]
         stage = max([stage_of[source] for source in sources] + [written.get(owner, 0) for owner in owners], default=0)
@@ -167,7 +164,7 @@ def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int, early: Col
         elif node.op == "output":
             stage = last
         elif all(source in constants and memory[source] not in written for source in sources) and not writes(node):
-            constants.append(node)
+            constants[node] = None
         else:
             if writes(node):
                 stage = max([stage, *(read.get(owner, 0) for owner in owners)])
@@ -179,43 +176,39 @@ def _placed(nodes: Sequence[Node], groups: dict[str, int], last: int, early: Col
         for owner in owners:
             read[owner] = max(read.get(owner, 0), stage)
         stage_of[node] = stage
-    movable = {node for node in nodes if node in constants or is_view(node)}
-    for node in reversed(nodes):
-        if node in movable:  # not before it is needed
-            stage_of[node] = min([stage_of[user] for user in node.users], default=0)
+    movable = [node for node in reversed(memory) if node in constants or is_view(node)]
+    for node in movable:  # not before it is needed
+        stage_of[node] = min([stage_of[user] for user in node.users], default=0)
     before: dict[Node, int] = {}
     while stage_of != before:
         before = dict(stage_of)
         for node in constants:  # not behind a write to what it reads …
             stage_of[node] = min([stage_of[node], *(stage_of[source] for source in node.all_input_nodes if memory[source] in written)])
-        for node in reversed(nodes):  # … and not behind those that need it
-            if node in movable:
-                stage_of[node] = min([stage_of[node], *(stage_of[user] for user in node.users)])
+        for node in movable:  # … and not behind those that need it
+            stage_of[node] = min([stage_of[node], *(stage_of[user] for user in node.users)])
     return stage_of
 
 
 def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, int], last_use: dict[Node, int], number: int) -> Stage:
     mine = [node for node, stage in stage_of.items() if stage == number]
+    operations = dict.fromkeys(node for node in mine if node.op not in ("placeholder", "output"))
     here = Graph()
     copies: dict[Node, Node] = {}
     from_before = dict.fromkeys(source for node in mine for source in node.all_input_nodes if stage_of[source] < number)
     given = [*(node for node in mine if node.op == "placeholder"), *from_before]
     for node in given:
         copies[node] = here.placeholder(node.name)
-    for node in mine:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = copy = here.node_copy(node, copies.__getitem__)
-            copy.target = PLAIN.get(node.target) or _BINDINGS.get(node.target) or node.target
-    results = [node for node in mine if node.op not in ("placeholder", "output") and last_use[node] > number]
+    for node in operations:
+        copies[node] = copy = here.node_copy(node, copies.__getitem__)
+        copy.target = PLAIN.get(node.target) or _BINDINGS.get(node.target) or node.target
+    results = [node for node in operations if last_use[node] > number]
+    returned = [copies[node] for node in results]
     for node in mine:
         if node.op == "output":
             (results,) = cast(tuple[list[Node]], node.args)
-    operations = [node for node in mine if node.op not in ("placeholder", "output")]
-    returned = [copies[node] for node in results]
-    if number == max(stage_of.values()):  # what an earlier stage has made may be written over in the next step
-        returned = [
-            copy if memory[node] in operations else here.call_function(torch.clone, (copy,)) for node, copy in zip(results, returned)
-        ]
+            returned = [  # what an earlier stage has made may be written over in the next step
+                copies[result] if memory[result] in operations else here.call_function(torch.clone, (copies[result],)) for result in results
+            ]
     here.output(tuple(returned))
     return Stage(
         GraphModule(graph, here).forward if operations or results else None,

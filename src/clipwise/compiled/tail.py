@@ -25,7 +25,7 @@ from ..tape import Tape
 from ..tracing import NotTraceable
 from .agreement import coarsest
 from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots
-from .recording import recorded
+from .recording import alike, recorded
 from .rows import mask, nobodys
 from .trace import graph_of
 
@@ -70,8 +70,7 @@ class Tail:
         self._layouts = list(layouts)
         self._essences = [essence(record, tape.marks) for record, _, _ in arrivals]
         self._like = [(tensor.dtype, tensor.device) for tensor in tensors]
-        dtypes = [dtype for dtype, _ in self._like]  # kernels that copy many at once want one type
-        self._alike = [[place for place, mine in enumerate(dtypes) if mine == dtype] for dtype in dict.fromkeys(dtypes)]
+        self._alike = alike({place: dtype for place, (dtype, _) in enumerate(self._like)})
         each = [
             _each_tensor(arrival, layout, batch, looks_up=bool(mine[-1]))
             for arrival, layout, mine in zip(arrivals, layouts, self._essences)
@@ -155,8 +154,8 @@ class Tail:
         """Put a batch in place, and zeros where the one before it was longer."""
         with torch.no_grad():
             views = self._where(count)
-            for alike in self._alike:
-                torch._foreach_copy_([views[place] for place in alike], [tensors[place].detach() for place in alike])
+            for places in self._alike:
+                torch._foreach_copy_([views[place] for place in places], [tensors[place].detach() for place in places])
             if count != self._filled:
                 for buffer, place in zip(self._buffers, self._rows) if count < self._filled else ():
                     if place is not None and place is not _WHOLE:
