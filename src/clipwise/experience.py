@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .decisions import Decisions
 from .explain import Explained
 from .layout import Layout, Table, same_owners
+from .recipes import Recipes
 
 if TYPE_CHECKING:
     from .compiled.tails import Tails
@@ -32,6 +33,7 @@ class Experience:
     ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification
     ways_in_graphs: Decisions = field(default_factory=Decisions)
     tails: Tails | None = None  # recordings of what follows the backward pass
+    recipes: Recipes = field(default_factory=Recipes)
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def compare(self, way: int, places: Iterable[tuple[int, Layout | Table, torch.Size]], batch: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,11 @@ class Use:
         self.args = args
         self.kwargs = kwargs
         self.tracked = tracked
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments, positional ones first."""
+        return (*self.args, *self.kwargs.values()) if self.kwargs else self.args
 
     def bind(self, *names: str, **defaults: Any) -> list[Any]:
         """The arguments by name, in this order; positional or not, None or the default where absent."""
@@ -69,7 +75,7 @@ class Use:
     def upstream(self) -> list[Any]:
         """The autograd nodes that made the example data the call is handed (asked before the call, which may change it in place)."""
         nodes: list[Any] = []
-        for value in (*self.args, *self.kwargs.values()):
+        for value in self.values:
             if isinstance(value, Tensor):
                 if value.requires_grad and not self.tracks(value):
                     nodes.append(value.grad_fn)
@@ -118,6 +124,7 @@ class Rule:
     reads: Reads | None = None
     trusted: bool = False  # one of ours, tested against a float64 loop
     is_product: bool = False  # autocast rounds its arguments
+    known_by: int = 1  # the place of an argument, most often a weight, by which a layer's calls are found again
 
 
 Spread = Callable[[Use, Callable[[Tensor, torch.Size | None], Tensor]], tuple[tuple[Any, ...], dict[str, Any]] | None]
@@ -146,29 +153,27 @@ def rule(*functions: Function, features: int = 1, replace: bool = False) -> Call
     covered = [function for function in functions if function in REWRITES or function in SPREADS or function in RULES]
     if covered and not replace:
         raise ValueError(f"{', '.join(map(full_name, covered))} is covered already; pass replace=True to use your own rule instead")
-    return _register(functions, all_but_last(features))
+    return _register(functions, partial(Rule, row_axes=all_but_last(features)))
 
 
 _EVERYTHING_BUT_FEATURES = all_but_last(1)
 
 
 def own_rule(
-    *functions: Function, row_axes: RowAxes = _EVERYTHING_BUT_FEATURES, reads: Reads | None = None, is_product: bool = False
+    *functions: Function, row_axes: RowAxes = _EVERYTHING_BUT_FEATURES, reads: Reads | None = None, is_product: bool = False, known_by: int = 1
 ) -> Callable[[_F], _F]:  # fmt: skip
     """`rule` for the rules that clipwise brings along. `is_product`: one of the functions that autocast runs in low precision."""
-    return _register(functions, row_axes, reads, trusted=True, is_product=is_product)
+    return _register(functions, partial(Rule, row_axes=row_axes, reads=reads, trusted=True, is_product=is_product, known_by=known_by))
 
 
-def _register(
-    functions: tuple[Function, ...], row_axes: RowAxes, reads: Reads | None = None, trusted: bool = False, is_product: bool = False
-) -> Callable[[_F], _F]:  # fmt: skip
+def _register(functions: tuple[Function, ...], make: Callable[[Any], Rule]) -> Callable[[_F], _F]:
     if not functions:
         raise TypeError("name the torch function: @clipwise.rule(torch.lerp)")
 
     def decorate(factors: _F) -> _F:
         for function in functions:
-            RULES[function] = Rule(factors, row_axes, reads, trusted, is_product)
-            if not trusted:
+            RULES[function] = made = make(factors)
+            if not made.trusted:
                 REWRITES.pop(function, None)
                 SPREADS.pop(function, None)
         return factors

@@ -19,11 +19,12 @@ from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
 from .precision import as_autocast_rounds
 from .program import ProgramCall
+from .recipes import Recipe, recorded_call
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
-from .taps import Deposit, Record, Slot, Tap, applied, has_saving_hooks, slot
+from .taps import Deposit, Record, Tap, applied, has_saving_hooks
 from .trail import SMALL, as_number, told_apart
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
+        self._said: list[Any] = []  # what the trail took in of the last call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trait = trait_of(func)
@@ -49,13 +51,17 @@ class Watch(TorchFunctionMode):
                 return opened(func)(*args, **kwargs)
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
+        recipe = self._recipe(func, args, kwargs)
+        if recipe is not None:
+            tape.trail = hash((tape.trail, *recipe.said))
+            return self._tap_output(Use(func, args, kwargs, recipe.recorded.tracked), recipe.rule, recipe)
         tracked: list[Tensor] = []
         said: list[Any] = [tape.trail, trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
             said.extend(kwargs)
             example = self._look_through(kwargs.values(), tracked, said, trait.takes_sizes) or example
-        tape.trail = hash(tuple(said))
+        tape.trail, self._said = hash(tuple(said)), said
         guard = GUARDS.get(func)
         if guard is not None and not (tape.marks.lenient and not tape.depth and not tape.marks.is_ours(args, kwargs)):
             try:
@@ -77,6 +83,13 @@ class Watch(TorchFunctionMode):
             return self._on_both(func, trait, args, kwargs, tracked)
         except Refusal as refusal:
             return self._refused(refusal, tracked, func, args, kwargs)
+
+    def _recipe(self, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+        """For a call that was made in a step before, and where nothing would be refused."""
+        tape = self.tape
+        if tape.refusals is not None or tape.marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None
+        return tape.experience.recipes.find(func, args, kwargs, tape.marks)
 
     def _refused(self, refusal: Refusal, tracked: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """Where refusals are only listed (`check`), the call runs as it would without a tape."""
@@ -230,59 +243,51 @@ class Watch(TorchFunctionMode):
         self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, output)
         return output
 
-    def _tap_output(self, use: Use, rule: Rule) -> Any:
-        upstream = use.upstream()
-        called = as_autocast_rounds(use, self.tape.marks) if rule.is_product else use
+    def _tap_output(self, use: Use, rule: Rule, recipe: Recipe | None = None) -> Any:
+        marks = self.tape.marks
+        upstream = use.upstream() if recipe is None else recipe.upstream(use)
+        called = as_autocast_rounds(use, marks, None if recipe is None else recipe.others) if rule.is_product else use
         output = use.func(*called.args, **called.kwargs)
         if not isinstance(output, Tensor):
             raise self.refusal(use, one_tensor=False)
         if not output.requires_grad:
             return output
-        output = self.insert_tap(output, called, rule, upstream)
+        if recipe is None:
+            self.tape.experience.recipes.add(called, rule, self._said[1:], output.dim(), marks)
+        output = self.insert_tap(output, called, rule, upstream, recipe)
         if not self.tape.depth:
             self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
         return output
 
     def insert_tap(
-        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
-    ) -> Tensor:
-        """`output` behind a tap that remembers the call.
+        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], recipe: Recipe | None = None, *,
+        local: Tensor | None = None, deposit: Deposit | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`output` behind a tap that remembers the call, by its recipe where there is one.
 
         `local` is the output to differentiate, where no rule does. With a `deposit`, that is where the rule's tensors come from.
         """
         tape, marks = self.tape, self.tape.marks
-        said: list[Any] = [tape.trail, output.dim()]
-        for weight in use.tracked:
-            if weight.is_complex() or output.is_complex():
-                raise self._not_covered(use, "takes part in complex arithmetic")
-            said.append(marks.labels.get(id(weight)))
-            tape.needs_graph = tape.needs_graph or needs_autograd(weight, marks)
-        for parameter in marks.keys_of(use.tracked):
+        if output.is_complex() or (recipe is None and any(weight.is_complex() for weight in use.tracked)):
+            raise self._not_covered(use, "takes part in complex arithmetic")
+        if recipe is None:
+            (recorded, kept), row_axes = recorded_call(use, rule, marks), rule.row_axes(use, output.dim())
+            labels, parameters = [marks.labels.get(id(weight)) for weight in use.tracked], marks.keys_of(use.tracked)
+            needs_graph = local is not None or any(needs_autograd(weight, marks) for weight in use.tracked)
+            tape.needs_graph = tape.needs_graph or needs_graph
+        else:
+            recorded, kept, row_axes = recipe.recorded, recipe.kept(use), recipe.row_axes
+            labels, parameters = recipe.labels, recipe.parameters
+        for parameter in parameters:
             tape.taps_of[parameter] += 1
-        tape.needs_graph = tape.needs_graph or local is not None
-        key = tape.trail = hash(tuple(said))
+        key = tape.trail = hash((tape.trail, output.dim(), *labels))
         if tape.uses is not None:
             for name in marks.names_of(use.tracked):
                 tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
-        recorded, kept = self._recorded(use, rule)
         hands_over = None if deposit is not None else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
-        record = Record(recorded, rule, rule.row_axes(use, output.dim()), key, tape.switch, upstream, local, hands_over)
+        record = Record(recorded, rule, row_axes, key, tape.switch, upstream, local, hands_over)
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
         return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
-
-    def _recorded(self, use: Use, rule: Rule) -> tuple[Use, tuple[Tensor, ...]]:
-        """The call with a Slot for each tensor that the rule reads, and these tensors."""
-        wanted = None if rule.reads is None else [id(tensor) for tensor in rule.reads(use)]
-        kept: list[Tensor] = []
-        marks = self.tape.marks
-
-        def put_away(tensor: Tensor) -> Slot | None:
-            if wanted is not None and id(tensor) not in wanted:
-                return None
-            kept.append(tensor)
-            return slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
-
-        return use.with_others(put_away), tuple(kept)

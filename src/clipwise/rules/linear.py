@@ -117,7 +117,7 @@ def _addmm_row_axes(use: Use, dims: int) -> tuple[int, ...]:
     return (1,) if use.tracks(use.bind("input", "mat1")[1]) else (0,)
 
 
-@own_rule(torch.addmm, torch.Tensor.addmm, row_axes=_addmm_row_axes, is_product=True)
+@own_rule(torch.addmm, torch.Tensor.addmm, row_axes=_addmm_row_axes, is_product=True, known_by=0)
 def addmm(call: Call) -> Factors:
     """y = β·c + α·x W, the Conv1D of GPT-2: W's gradient is α·Σ x ⊗ dL/dy, c's is β·dL/dy added over what c was broadcast to."""
     c, x, weight, beta, alpha = call.bind("input", "mat1", "mat2", "beta", "alpha", beta=1, alpha=1)

@@ -1,0 +1,115 @@
+"""What a tap keeps of a call, worked out once: in the next step the same function is called with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .marks import CONSTANT, Marks
+from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
+from .structure import holds_numbers_only
+from .taps import Slot, slot
+
+_MOST = 4096  # calls that are remembered
+_PLAIN = frozenset({int, bool, float, str, type(None)})
+
+
+class Recipe:
+    """Of calls of one function with the very same parameters and numbers, and other tensors of the same kinds in the same places."""
+
+    __slots__ = ("_dims", "_fixed", "_kinds", "_names", "_places", "labels", "others", "parameters", "read", "recorded", "row_axes", "rule", "said")
+
+    def __init__(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks):
+        self.rule = rule
+        self.said = said
+        self.recorded, _ = recorded_call(use, rule, marks)
+        self.row_axes = rule.row_axes(use, dims)
+        self.parameters = [id(weight) for weight in use.tracked]
+        self.labels = [marks.labels[key] for key in self.parameters]
+        values = use.values
+        self.others = [place for place, value in enumerate(values) if isinstance(value, Tensor) and not use.tracks(value)]
+        self.read = [place for place in self.others if isinstance(self.recorded.values[place], Slot)]
+        others = [values[place] for place in self.others]
+        self._names = list(use.kwargs)
+        self._places = [place for place in range(len(values)) if place not in self.others]
+        self._fixed = [id(values[place]) for place in self._places]  # held by `recorded`
+        self._kinds = [marks.kind(other) for other in others]
+        self._dims = [tensor.dim() for tensor in [*use.tracked, *others]]
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> bool:
+        values = (*args, *kwargs.values()) if kwargs else args
+        if len(values) != len(self._places) + len(self.others) or [id(values[place]) for place in self._places] != self._fixed:
+            return False
+        others = [values[place] for place in self.others]
+        return (
+            all([isinstance(other, Tensor) for other in others])
+            and [marks.kind(other) for other in others] == self._kinds
+            and [tensor.dim() for tensor in [*self.recorded.tracked, *others]] == self._dims
+            and all([weight.requires_grad for weight in self.recorded.tracked])
+            and list(kwargs) == self._names
+        )
+
+    def upstream(self, use: Use) -> list[Any]:
+        """As Use.upstream."""
+        values = use.values
+        return [values[place].grad_fn for place in self.others if values[place].requires_grad]
+
+    def kept(self, use: Use) -> tuple[Tensor, ...]:
+        """The tensors that the rule reads."""
+        values = use.values
+        return tuple([values[place] for place in self.read])
+
+
+class Recipes:
+    """Of one model, as long as it has the same parameters, which are held here: of each function with each of them, the last call."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, int], Recipe] = {}
+        self._labels: dict[int, Any] = {}
+        self._registered = 0
+
+    def begin(self, labels: Mapping[int, Any]) -> None:
+        """A tape begins that will meet these parameters, by their ids."""
+        registered = len(RULES) + len(REWRITES) + len(SPREADS) + len(INSIDE)
+        if labels != self._labels or registered != self._registered or len(self._made) > _MOST:
+            self._labels, self._registered = dict(labels), registered
+            self._made.clear()
+
+    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> Recipe | None:
+        """The recipe for this call, if it was made like this before."""
+        rule = RULES.get(func)
+        if rule is None or len(args) <= rule.known_by:
+            return None
+        recipe = self._made.get((func, id(args[rule.known_by])))
+        return recipe if recipe is not None and recipe.rule is rule and recipe.fits(args, kwargs, marks) else None
+
+    def add(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks) -> None:
+        """For such calls from now on, if all that the rule may ask for shows in a recipe. `dims`: axes of the output."""
+        values = use.values
+        plain = [value for value in values if not isinstance(value, Tensor)]
+        others = [value for value in values if isinstance(value, Tensor) and not use.tracks(value)]
+        if (
+            rule.trusted
+            and len(use.args) > rule.known_by
+            and not any(use.func in others for others in (REWRITES, SPREADS, INSIDE))  # which look at each call anew
+            and all(id(weight) in marks.parameters for weight in use.tracked)
+            and all(other.is_floating_point() and other.dim() for other in others)
+            and all(type(value) in _PLAIN or (type(value) is tuple and holds_numbers_only(value)) for value in plain)
+        ):
+            self._made[use.func, id(use.args[rule.known_by])] = Recipe(use, rule, said, dims, marks)
+
+
+def recorded_call(use: Use, rule: Rule, marks: Marks) -> tuple[Use, tuple[Tensor, ...]]:
+    """The call with a Slot for each tensor that the rule reads, and these tensors."""
+    wanted = None if rule.reads is None else [id(tensor) for tensor in rule.reads(use)]
+    kept: list[Tensor] = []
+
+    def put_away(tensor: Tensor) -> Slot | None:
+        if wanted is not None and id(tensor) not in wanted:
+            return None
+        kept.append(tensor)
+        return slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
+
+    return use.with_others(put_away), tuple(kept)
