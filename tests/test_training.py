@@ -361,6 +361,42 @@ def test_own_batches():
     assert_equal(released(optimizer), [noise / 10 for noise in noise_of(model, private.plan, 3)])
 
 
+def test_hooks_below_the_model_are_off_while_it_runs():
+    """Torch takes a longer way through modules with hooks."""
+    model, seen = small(), []
+    inner = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    training(model)
+    before = {m: list(m._forward_pre_hooks.values()) for m in model.modules()}
+    assert len(before[inner]) == 1
+    own = inner.register_forward_hook(lambda *_: seen.append(len(inner._forward_pre_hooks)))
+    x, _ = data().tensors
+    model(x)
+    inner(x)
+    own.remove()
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x[:, :1])
+    assert seen == [0, 1]
+    assert before == {m: list(m._forward_pre_hooks.values()) for m in model.modules()}
+
+
+def test_hooks_below_the_model_come_back_after_an_interrupt():
+    model = small()
+    inner = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    private, _, optimizer = training(model)
+    x, y = next(iter(private.loader(data())))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = inner.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    hook.remove()
+    private.loss(losses_of(model, x, y)).backward()
+    optimizer.step()
+    assert len(inner._forward_pre_hooks) == 1
+
+
 def test_nothing_is_left_on_the_model_or_optimizer():
     model = small()
     keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]

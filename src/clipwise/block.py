@@ -7,7 +7,7 @@ come (an evaluation with gradients enabled) leaves the block open; what nobody h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,24 @@ class Block:
         self._looked_at = 0  # root calls that survived the last look
         self._asleep = False
         self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
-        hooks = []
+        self._below = _Openers(
+            dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules), self.open
+        )
+        hooks: list[Any] = []
         for root in self.modules:
-            for module in root.modules():
-                hooks.append(module.register_forward_pre_hook(_Hook(self.open), prepend=True))
+            hooks.append(root.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
             hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
+            hooks.append(root.register_forward_hook(_Hook(self._leave_root), always_call=True))
         self._hooks = hooks
+
+    def _enter_root(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.open(module, args)
+        if self._tape is not None:
+            self._below.take_off()  # they would find that there is nothing to do
+
+    def _leave_root(self, *_: object) -> None:
+        if self._tape is None or not self._tape.depth:
+            self._below.put_on()
 
     def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run. Inside one that is watched there is nothing to do."""
@@ -84,6 +96,7 @@ class Block:
         tape, self._tape = self._tape, None
         self._looked_at = 0
         self.inputs = []
+        self._below.put_on()
         self._entered.close()
         if tape is not None:
             tape.finish()
@@ -92,6 +105,7 @@ class Block:
     def remove(self) -> None:
         """Leave no trace on the modules."""
         self.close()
+        self._below.take_off()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -103,6 +117,28 @@ def _compiled() -> UncoveredUse:
         "Hand the compiled module to PrivateTraining (it then runs eagerly while it is trained), or call the module itself; a module that was "
         "compiled in place, model.compile(), must be made anew.",
     )
+
+
+class _Openers:
+    """Hooks on the modules below the roots, for those who call them by themselves. Torch takes a longer way through modules with hooks, and a model
+    has many: while a root runs, they are off."""
+
+    def __init__(self, modules: Iterable[nn.Module], function: Any):
+        handles = [module.register_forward_pre_hook(_Hook(function), prepend=True) for module in modules]
+        self._hooks = [(handle.hooks_dict_ref, handle.id) for handle in handles]
+        self._off: list[tuple[Any, int, Any]] = []
+
+    def take_off(self) -> None:
+        if not self._off:
+            found = [(hooks, key) for reference, key in self._hooks if (hooks := reference()) is not None and key in hooks]
+            self._off = [(hooks, key, hooks.pop(key)) for hooks, key in found]
+
+    def put_on(self) -> None:
+        """Where they were: before all others."""
+        for hooks, key, hook in self._off:
+            hooks[key] = hook
+            hooks.move_to_end(key, last=False)
+        self._off = []
 
 
 class _Hook:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .errors import UncoveredUse, UnseenUse
 from .marks import Marks
-from .taps import Keep, Record, Tap
+from .taps import Keep, Tap
 
 _HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
-_TAP_NAME, _KEEP_NAME = (f"{function.__name__}Backward" for function in (Tap, Keep))
-_TAP_NAMES = {_TAP_NAME, _KEEP_NAME}
+_TAP: Any = Tap._backward_cls  # of the nodes of taps
+_TAP_NAMES = {f"{function.__name__}Backward" for function in (Tap, Keep)}
 
 
 def fingerprint(losses: Tensor) -> int:
@@ -36,9 +36,21 @@ def fingerprint(losses: Tensor) -> int:
 
 
 def taps_behind(losses: Tensor) -> frozenset[int]:
-    """Keys of the taps that a backward pass from these losses may reach."""
-    found = (getattr(node, "record", None) for node in graph_nodes(losses) if node.name() == _TAP_NAME)
-    return frozenset(record.key for record in found if isinstance(record, Record))  # a user's function may be called Tap, too
+    """Keys of the taps that a backward pass from these losses may reach. From each it goes on with the examples that went into the call."""
+    found: set[int] = set()
+    queue, seen = [losses.grad_fn], {losses.grad_fn}
+    while queue:
+        node: Any = queue.pop()
+        if type(node) is _TAP:
+            found.add(node.record.key)
+            parents = node.record.upstream
+        else:
+            parents = [parent for parent, _ in node.next_functions]
+        for parent in parents:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+    return frozenset(found)
 
 
 def graph_nodes(losses: Tensor) -> Iterator[Any]:

@@ -11,7 +11,8 @@ from .structure import tensors_in
 from .weak import WeakTable
 
 _OWN = set(vars(nn.Module()))  # what every module has
-_HOLDS_NO_TENSOR = {int, float, bool, str, type(None)}
+_MOST = 4096
+_seen: dict[tuple[object, ...], list[str]] = {}
 _DEPTH = 3
 _earlier: WeakTable[str] = WeakTable()  # examples of an earlier batch, and where they are kept
 
@@ -20,10 +21,22 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
         for path, module in named_modules(root):
-            for name, value in own_attributes(module):
-                if type(value) not in _HOLDS_NO_TENSOR:
-                    for tensor in tensors_in(value, _DEPTH):
-                        yield (f"{path}.{name}" if path else name), tensor
+            attributes = vars(module)
+            for name in _may_hold(attributes):
+                for tensor in tensors_in(attributes[name], _DEPTH):
+                    yield (f"{path}.{name}" if path else name), tensor
+
+
+def _may_hold(attributes: dict[str, object]) -> list[str]:
+    """Names of those that may hold tensors: a matter of names and types, which most modules have in common, with themselves a step before at least."""
+    key = (*attributes, *map(type, attributes.values()))
+    names = _seen.get(key)
+    if names is None:
+        if len(_seen) > _MOST:
+            _seen.clear()
+        own = attributes.keys() - _OWN
+        names = _seen[key] = [name for name in attributes if name in own and isinstance(attributes[name], Tensor | list | tuple | dict)]
+    return names
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, object]]:

@@ -19,7 +19,21 @@ _PLAIN = frozenset({int, bool, float, str, type(None)})
 class Recipe:
     """Of calls of one function with the very same parameters and numbers, and other tensors of the same kinds in the same places."""
 
-    __slots__ = ("_dims", "_fixed", "_kinds", "_names", "_places", "labels", "others", "parameters", "read", "recorded", "row_axes", "rule", "said")
+    __slots__ = (
+        "_dims",
+        "_fixed",
+        "_kinds",
+        "_names",
+        "_places",
+        "labels",
+        "others",
+        "parameters",
+        "read",
+        "recorded",
+        "row_axes",
+        "rule",
+        "said",
+    )
 
     def __init__(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks):
         self.rule = rule
@@ -27,7 +41,7 @@ class Recipe:
         self.recorded, _ = recorded_call(use, rule, marks)
         self.row_axes = rule.row_axes(use, dims)
         self.parameters = [id(weight) for weight in use.tracked]
-        self.labels = [marks.labels[key] for key in self.parameters]
+        self.labels: list[Any] = [marks.labels[key] for key in self.parameters]
         values = use.values
         self.others = [place for place, value in enumerate(values) if isinstance(value, Tensor) and not use.tracks(value)]
         self.read = [place for place in self.others if isinstance(self.recorded.values[place], Slot)]
@@ -44,10 +58,10 @@ class Recipe:
             return False
         others = [values[place] for place in self.others]
         return (
-            all([isinstance(other, Tensor) for other in others])
+            False not in [isinstance(other, Tensor) for other in others]
             and [marks.kind(other) for other in others] == self._kinds
             and [tensor.dim() for tensor in [*self.recorded.tracked, *others]] == self._dims
-            and all([weight.requires_grad for weight in self.recorded.tracked])
+            and False not in [weight.requires_grad for weight in self.recorded.tracked]
             and list(kwargs) == self._names
         )
 

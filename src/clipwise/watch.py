@@ -51,7 +51,7 @@ class Watch(TorchFunctionMode):
                 return opened(func)(*args, **kwargs)
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
-        recipe = self._recipe(func, args, kwargs)
+        recipe = self._recipe(func, args, kwargs) if func in RULES else None
         if recipe is not None:
             tape.trail = hash((tape.trail, *recipe.said))
             return self._tap_output(Use(func, args, kwargs, recipe.recorded.tracked), recipe.rule, recipe)

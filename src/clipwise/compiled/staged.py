@@ -106,6 +106,8 @@ class Staged:
         self._layouts = list(layouts)
         self._like = [tap.like for tap in noted]
         self._essences = {tap.record.key: essence(tap.record, tape.marks) for tap in noted}
+        self._calls = {tap.record.key: tap.record.use for tap in noted}
+        self._weights = _shapes(tape.marks)
         self._hands_over = {tap.record.key: tap.record.hands_over for tap in noted}
         self._place = {tap.record.key: number for number, tap in enumerate(noted)}
         self._losses = Like.of(losses)
@@ -124,13 +126,13 @@ class Staged:
     def fits(self, tape: Tape, losses: Tensor, layouts: dict[int, Layout]) -> bool:
         """Whether the taps behind these losses are those that were traced, with the examples where they were. Asked before the backward pass."""
         records = [record for tap in tape.taps if (record := tap()) is not None and record.key in self._place]
-        if len(records) != len(self._place) or Like.of(losses) != self._losses:
+        if len(records) != len(self._place) or Like.of(losses) != self._losses or _shapes(tape.marks) != self._weights:
             return False
         try:
             return all(
                 record.hands_over == self._hands_over[record.key]
                 and layouts[record.key] == self._layouts[self._place[record.key]]
-                and essence(record, tape.marks) == self._essences[record.key]
+                and (record.use is self._calls[record.key] or essence(record, tape.marks) == self._essences[record.key])
                 for record in records
             )
         except NotTraceable:
@@ -178,6 +180,11 @@ class Staged:
             self._give(running, arrival)
         found, expected = self._finished(running, other_losses, bound), eagerly(others, other_losses)
         return are_same(found, expected, self._precision)
+
+
+def _shapes(marks: Marks) -> list[tuple[torch.Size, torch.dtype]]:
+    """Of the parameters; of other weights, essences tell them."""
+    return [(parameter.shape, parameter.dtype) for parameter in marks.parameters.values()]
 
 
 def _is_dense(tensor: Tensor) -> bool:
