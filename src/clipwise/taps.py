@@ -146,7 +146,6 @@ class Tap(torch.autograd.Function):
         return grad, None, None, None
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """function.apply, past what torch looks for where a transform of torch.func may be on: none is."""
-    found: Tensor = super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
-    return found
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]

@@ -290,4 +290,5 @@ class Watch(TorchFunctionMode):
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
-        return applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
+        tapped: Tensor = applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
+        return tapped

@@ -27,7 +27,7 @@ from ..factors import Dense, Outer
 from ..functions import trait_of
 from ..marks import CONSTANT, TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
-from ..taps import Deposit, Keep, Record, slot
+from ..taps import Deposit, Keep, Record, applied, slot
 from ..tracing import is_tracing, made_once
 from .timeline import Packed, Padded, Timeline
 
@@ -118,7 +118,7 @@ class _Layer:
         upstream = [part.grad_fn for part in (u, *state) if part.requires_grad]
         record = Record(use, _RULE, (), 0, watch.tape.switch, upstream, None, None)
         kept = [outputs[0], state[0], u, weights.w_hh, weights.b_hh, weights.w_hr]
-        return Keep.apply(record, deposit, tuple(t for t in kept if t is not None), *outputs)
+        return applied(Keep, record, deposit, tuple([t for t in kept if t is not None]), *outputs)
 
     def _kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
         weights = self.weights
@@ -126,7 +126,7 @@ class _Layer:
             w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
             tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
             if weights.b_hh is not None:
-                tensors += [torch.zeros_like(weights.b_hh, dtype=u.dtype), weights.b_hh.to(u.dtype)]
+                tensors += [_no_bias(u.shape[-1], u.dtype, u.device), weights.b_hh.to(u.dtype)]
             given = tuple(state) if self.kernel is torch.lstm else state[0]
             args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
             with _without_advice() if u.is_cuda else contextlib.nullcontext():
@@ -154,6 +154,11 @@ class _Layer:
 @made_once
 def _identity(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(width, dtype=dtype, device=device)
+
+
+@made_once
+def _no_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(width, dtype=dtype, device=device)
 
 
 def _cudnn(kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
