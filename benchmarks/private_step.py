@@ -77,19 +77,21 @@ ORDINARY = "ordinary"
 
 
 def measure(
-    case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1, settle: int = 0
+    case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1, settle: int = 0, *, apart: bool = False
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """{way: {milliseconds, times_ordinary, megabytes, memory_times_ordinary}}; ORDINARY is one of the ways.
 
     Each way is made and warmed up by itself; what it then has at the peak of a step is its memory. Times are taken in turns, which begin with
-    `settle` steps that do not count: a training finds its tensors where it left them, unless another one took its memory meanwhile. The clock
-    is read after `at_once` steps: a training loop does not wait for the device after each of them.
+    `settle` steps that do not count: a training finds its tensors where it left them, unless another one took its memory meanwhile. `apart`: one
+    way after the other, as a training has its process for itself. The clock is read after `at_once` steps: a training loop does not wait for the
+    device after each of them.
     """
     first = case.build()
     x, y = (tensor.to(DEVICE) for tensor in case.batch())
     _let_libraries_take_room(ways[ORDINARY](copy.deepcopy(first).to(DEVICE), case), x, y)
     runs: dict[str, Step] = {}
     bytes_of: dict[str, int] = {}
+    times: dict[str, list[float]] = {}
     for name, make in ways.items():
         before = _held()
         run = make(copy.deepcopy(first).to(DEVICE), case)
@@ -97,27 +99,34 @@ def measure(
             for _ in range(warm_up):
                 run(x, y)
             bytes_of[name] = _peak_of(lambda: run(x, y)) - before
-            runs[name] = run
+            times[name] = [_timed(run, x, y, at_once, settle) for _ in range(steps // at_once)] if apart else []
+            if not apart:
+                runs[name] = run
+        del run
         gc.collect()
-    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps // at_once):
         for name, run in runs.items():
-            for _ in range(settle):
-                run(x, y)
-            _synchronize()
-            start = time.perf_counter()
-            for _ in range(at_once):
-                run(x, y)
-            _synchronize()
-            times[name].append(1e3 * (time.perf_counter() - start) / at_once)
+            times[name].append(_timed(run, x, y, at_once, settle))
     medians = {name: statistics.median(values) for name, values in times.items()}
     found: dict[str, dict[str, float]] = {}
-    for name in runs:
+    for name in times:
         found[name] = {"milliseconds": round(medians[name], 3), "times_ordinary": round(medians[name] / medians[ORDINARY], 3)}
         if DEVICE == "cuda":
             found[name]["megabytes"] = round(bytes_of[name] / 2**20, 1)
             found[name]["memory_times_ordinary"] = round(bytes_of[name] / bytes_of[ORDINARY], 3)
     return found
+
+
+def _timed(run: Step, x: Tensor, y: Tensor, steps: int, settle: int) -> float:
+    """Milliseconds a step, of so many after others that do not count."""
+    for _ in range(settle):
+        run(x, y)
+    _synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        run(x, y)
+    _synchronize()
+    return 1e3 * (time.perf_counter() - start) / steps
 
 
 def _synchronize() -> None:

@@ -1,6 +1,6 @@
 """Private steps over ordinary ones, eager and as graphs: forward pass to updated weights, Adam, in turns in one run.
 
-    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 60] [--ways ordinary "private, traced" …]
+    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 60] [--ways ordinary "private, traced" …] [--apart]
 
 ordinary                an ordinary eager step
 ordinary, graph         the same recorded as a CUDA graph (Adam with capturable=True)
@@ -9,7 +9,8 @@ private, traced         private.compile(backend="eager"): the graph as it was tr
 private, compiled       private.compile(): by Inductor, on a GPU replayed
 Opacus hooks, ghost     where it is installed, on the cases in float32 whose layers it takes
 
-Writes a table as JSON, and a plot beside it.
+--apart measures one way after the other, as a training has its process for itself; else they take turns, so that a machine which grows
+slower or faster does so for all. Writes a table as JSON, and a plot beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WARM_UP = 22  # a graph is there after six, and anew some steps after 16, 32 …
 _IN_A_LINE = 7  # cases of the plot
 AT_ONCE = 5  # steps between two looks at the clock
 SETTLE = 3  # steps before them, after those of another way
+WARM_UP_APART = 40  # the next verification comes with step 64
 
 
 def ordinary_graph(model: nn.Module, case: Case) -> Step | None:
@@ -136,9 +138,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--apart", action="store_true")
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    path, cases = measure_cases("speed", options.cases, lambda case: measure(case, ways, options.steps, WARM_UP, AT_ONCE, SETTLE))
+    warm_up, settle = (WARM_UP_APART, 0) if options.apart else (WARM_UP, SETTLE)
+    path, cases = measure_cases(
+        "speed", options.cases, lambda case: measure(case, ways, options.steps, warm_up, AT_ONCE, settle, apart=options.apart)
+    )
     draw(path.with_suffix(".png"), cases)
 
 

@@ -433,6 +433,25 @@ def test_the_norm_of_a_head_tied_to_its_embedding_in_bf16(compiled_kernels):
         assert (found >= exact * (1 - 1e-9)).all() and (found <= 1.1 * exact).all()
 
 
+def test_a_stage_that_is_recorded_again_takes_no_more_memory():
+    from clipwise.compiled.in_place import InPlace, Room
+
+    def compute(x):
+        return ((x * 2).sin() @ x,)
+
+    x = torch.randn(2048, 2048, device="cuda")
+    stage, reserved = InPlace(compute, Room(x.device, torch.float32), hands_over=True), []
+    for _ in range(4):
+        for _ in range(4):
+            (found,) = stage(x)
+            torch.testing.assert_close(found, *compute(x))
+            x.add_(0.1)
+        assert stage._recording is not None and stage._used > 0
+        reserved.append(torch.cuda.memory_reserved())
+        stage.forget()
+    assert reserved[0] == reserved[-1]
+
+
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("kind", ["recording", "program"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "words", "transformer", "positions", "frozen statistics"])

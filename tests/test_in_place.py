@@ -3,6 +3,7 @@ lies at an address."""
 
 import contextlib
 import ctypes
+import itertools
 import math
 import random
 
@@ -18,7 +19,7 @@ from clipwise.streams import OneByOne
 from test_staged import assert_runs, traced
 
 
-def graph_like(run, given, device):
+def graph_like(run, given, device, pool):
     """A recording that reads where the tensors lay, as a CUDA graph does. (Those that were made for it live on.)"""
     outputs = list(run(*given))
     addresses = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]
@@ -39,20 +40,22 @@ def at(address, shape, stride, dtype):
 def stage(monkeypatch):
     """A stage of two inputs, one of them large, and how often it ran or was replayed."""
     monkeypatch.setattr(in_place, "_SMALL", 64)
-    ran = []
+    ran, pools, numbers = [], [], itertools.count(1)
+    monkeypatch.setattr(in_place.Room, "pool", lambda self: (0, next(numbers)))
 
     def compute(large, small):
         return large.sum() + small, large[2:], small * 2
 
-    def recorded(run, given, device):
-        replay, outputs = graph_like(compute, given, device)
+    def recorded(run, given, device, pool):
+        pools.append(pool)
+        replay, outputs = graph_like(compute, given, device, pool)
         return lambda: ran.append("replay") or replay(), outputs
 
     monkeypatch.setattr(in_place, "recorded_in_passing", recorded)
     found = in_place.InPlace(
         lambda *given: ran.append("run") or compute(*given), in_place.Room(torch.device("cpu"), torch.float32), hands_over=False
     )
-    found.ran = ran
+    found.ran, found.pools = ran, pools
     return found
 
 
@@ -100,7 +103,7 @@ def test_results_that_are_handed_over_stay_what_they_are(stage):
 
 
 def test_a_recording_that_is_wrong_is_not_used(stage, monkeypatch):
-    def off(run, given, device):
+    def off(run, given, device, pool):
         outputs = [result + 1 for result in run(*given)]
         return lambda: None, outputs
 
@@ -118,6 +121,47 @@ def test_a_recording_that_takes_too_much_room_is_not_kept(stage, monkeypatch):
     for _ in range(4):
         assert_right(stage, large, torch.randn(3))
     assert stage._recording is None and "replay" not in stage.ran
+
+
+def test_a_stage_is_recorded_again_where_it_was_recorded_before(stage, monkeypatch):
+    """Else the memory of every graph that is given up would be missing until torch looks for some."""
+    reserved, replays = [0], []
+
+    def reserve(self):
+        return reserved[0]
+
+    def recorded(run, given, device, pool):
+        if pool not in stage.pools:
+            reserved[0] += 1000
+        found = was_recorded(run, given, device, pool)
+        if replays:
+            assert stage._before is replays[-1]  # torch keeps memory for graphs that are there
+        replays.append(found[0])
+        return found
+
+    was_recorded = in_place.recorded_in_passing
+    monkeypatch.setattr(in_place.Room, "reserved", reserve)
+    monkeypatch.setattr(in_place, "recorded_in_passing", recorded)
+    large = torch.randn(40)
+    for _ in range(3):
+        for _ in range(3):
+            assert_right(stage, large, torch.randn(3))
+        assert stage._recording is not None and stage._room.taken == 1000 + 3 * 4
+        stage.forget()
+        assert stage._recording is None and stage._room.taken == 1000 + 3 * 4
+    assert stage.pools == [(0, 1)] * 3
+
+
+def test_what_has_no_room_any_more_gives_it_back(stage, monkeypatch):
+    large = torch.randn(40)
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is not None and stage._room.taken > 0
+    monkeypatch.setattr(in_place.Room, "most", lambda self, at_the_end: 1)
+    stage.forget()
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is None and stage._before is None and stage._room.taken == 0
 
 
 def test_recordings_take_little(monkeypatch):
@@ -353,22 +397,21 @@ class BrokenOff:
 def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
     ended = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(recording_module, "recording_stream", lambda device: None)
     monkeypatch.setattr(recording_module, "_begin_with_libraries", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
     with pytest.raises(RuntimeError, match="previous error"):
-        recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0))
+        recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
     assert ended == [(0, (0, 7))]
     monkeypatch.setattr(BrokenOff, "capture_end", lambda self: None)
-    _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0))
+    _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
     assert torch.equal(found, torch.full((2,), 2.0)) and len(ended) == 1
 
 
 def test_after_a_recording_that_failed_no_other_is_tried(stage, monkeypatch):
-    def fails(run, given, device):
+    def fails(run, given, device, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(in_place, "recorded_in_passing", fails)

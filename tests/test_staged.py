@@ -19,6 +19,7 @@ from clipwise.compiled.views import memory_of, written_by
 from clipwise.experience import experience_of
 from clipwise.methods.base import Clipped
 from clipwise.models import Transformer, cnn, mlp
+from clipwise.registry import Use
 from helpers import Net, examples
 from test_tail import Positions, assert_same, losses_of, step, without_tail, words
 
@@ -30,7 +31,7 @@ def replays(monkeypatch):
     """Lets a CPU pretend to record stages. One entry a replay."""
     made = []
 
-    def recorded(run, given, device):
+    def recorded(run, given, device, pool):
         outputs = list(run(*given))
 
         def replay():
@@ -187,7 +188,8 @@ def test_a_number_that_no_trail_shows(runs):
     layouts = {record().key: program._layouts[program._place[record().key]] for record in tape.taps}
     assert program.fits(tape, losses, layouts)
     record = next(record() for record in tape.taps if record().use.func is F.layer_norm)
-    record.use.args = (record.use.args[0], (4, 4), *record.use.args[2:])
+    use = record.use
+    record.use = Use(use.func, (use.args[0], (4, 4), *use.args[2:]), use.kwargs, use.tracked)
     assert not program.fits(tape, losses, layouts)
 
 

@@ -105,7 +105,7 @@ class Block:
     def remove(self) -> None:
         """Leave no trace on the modules."""
         self.close()
-        self._below.take_off()
+        self._below.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -139,6 +139,10 @@ class _Openers:
             hooks[key] = hook
             hooks.move_to_end(key, last=False)
         self._off = []
+
+    def remove(self) -> None:
+        self.take_off()
+        self._hooks, self._off = [], []
 
 
 class _Hook:

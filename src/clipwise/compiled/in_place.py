@@ -17,7 +17,7 @@ from torch import Tensor
 from ..streams import current_address
 from ..tracing import NotTraceable
 from .agreement import repeats
-from .recording import alike, recorded_in_passing
+from .recording import Pool, alike, recorded_in_passing
 
 _SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
 _OFTEN = 2  # a large tensor that has moved so many times is copied
@@ -65,11 +65,14 @@ class Room:
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
+    def pool(self) -> Pool:
+        """For the recordings of one stage, one after the other."""
+        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else (0, 0)
+
 
 @dataclass(frozen=True)
 class _Recording:
     replay: Callable[[], None]
-    nbytes: int
     read: list[int]  # inputs that are read where they lie …
     places: list[int]  # … which is here
     copied: list[list[int]]  # the others, those of one type together, …
@@ -114,6 +117,9 @@ class InPlace:
         self._moved: Counter[int] = Counter()  # how often in succession each of them lay somewhere else; those that do so often, for ever
         self._left = _ATTEMPTS
         self._used = 0  # how often the recording was replayed
+        self._pool: Pool | None = None  # where one recording after the other lies
+        self._before: Callable[[], None] | None = None  # the last graph there: without one torch gives the memory up
+        self._in_pool = self._nbytes = 0  # bytes there, and with copies of inputs
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         if not self._room.is_here():
@@ -153,40 +159,48 @@ class InPlace:
             self._recording = self._recorded(given, made)
         except Exception:  # the stages run as always: recordings only save time
             self._room.is_closed = True
+        self._before = self._recording.replay if self._recording is not None else None
         if self._recording is None:
-            self._left = 0
+            self._left = self._in_pool = 0
+            self._pool = None
+            self._count(0)
 
     def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
         """None: it would take too much room."""
         room = self._room
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
-        nbytes = sum(given[number].nbytes for number in copied)
+        copies_take = sum(given[number].nbytes for number in copied)
         most = room.most(at_the_end=self._hands_over)
-        if room.taken + nbytes > most:
+        self._count(copies_take)
+        if room.taken > most:
             return None
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
         before = room.reserved()
-        replay, found = recorded_in_passing(self._run, inputs, room.device)
-        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
-        nbytes += max(room.reserved() - before - handed_over, 0)
-        if room.taken + nbytes > most:
+        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over and self._pool is None else 0
+        self._pool = self._pool or room.pool()
+        replay, found = recorded_in_passing(self._run, inputs, room.device, self._pool)
+        self._in_pool += max(room.reserved() - before - handed_over, 0)
+        self._count(copies_take)
+        if room.taken > most:
             return None
         read = [number for number in range(len(given)) if number not in copied]
         places = [given[number].data_ptr() for number in read]
         together = alike({number: given[number].dtype for number in copied})
         copies = [[inputs[number] for number in numbers] for numbers in together]
-        recording = _Recording(replay, nbytes, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found])
+        recording = _Recording(replay, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found])
         del found  # what lies in the memory of an input would hold it
         if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
             raise ArithmeticError("a replay finds something else than the stage that was recorded.")
-        room.taken += nbytes
         return recording
 
+    def _count(self, copies: int) -> None:
+        """What this stage takes of the room, from now on."""
+        self._room.taken += self._in_pool + copies - self._nbytes
+        self._nbytes = self._in_pool + copies
+
     def _drop(self) -> None:
-        if self._recording is not None:
-            self._room.taken -= self._recording.nbytes
-            if self._room.device.type == "cuda":
-                torch.cuda.synchronize(self._room.device)  # it may be running
+        if self._recording is not None and self._room.device.type == "cuda":
+            torch.cuda.synchronize(self._room.device)  # it may be running
         self._recording, self._used = None, 0
 
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,16 @@ def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> 
     return captured(lambda: outputs.extend(run(*inputs)), device), outputs
 
 
+Pool = Any  # memory that graphs have for themselves, as torch.cuda.graph_pool_handle names it
+
+
 def recorded_in_passing(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device, pool: Pool
 ) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
     """As `recorded`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
-    tensors of later steps will lie where they lay."""
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    tensors of later steps will lie where they lay. The graph's own lie in `pool`: nobody's so far, or that of a graph that is still there, but
+    will not be replayed again."""
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
         _begin_with_libraries(device)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
