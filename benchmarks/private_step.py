@@ -91,6 +91,7 @@ def measure(
     _let_libraries_take_room(ways[ORDINARY](copy.deepcopy(first).to(DEVICE), case), x, y)
     runs: dict[str, Step] = {}
     bytes_of: dict[str, int] = {}
+    idle_in: dict[str, int] = {}  # of these, what only graphs may use
     times: dict[str, list[float]] = {}
     for name, make in ways.items():
         before = _held()
@@ -98,7 +99,8 @@ def measure(
         if run is not None:
             for _ in range(warm_up):
                 run(x, y)
-            bytes_of[name] = _peak_of(lambda: run(x, y)) - before
+            allocated, idle = _peak_of(lambda: run(x, y))
+            bytes_of[name], idle_in[name] = allocated + idle - before, idle
             times[name] = [_timed(run, x, y, at_once, settle) for _ in range(steps // at_once)] if apart else []
             if not apart:
                 runs[name] = run
@@ -113,6 +115,7 @@ def measure(
         found[name] = {"milliseconds": round(medians[name], 3), "times_ordinary": round(medians[name] / medians[ORDINARY], 3)}
         if DEVICE == "cuda":
             found[name]["megabytes"] = round(bytes_of[name] / 2**20, 1)
+            found[name]["megabytes_for_graphs"] = round(idle_in[name] / 2**20, 1)
             found[name]["memory_times_ordinary"] = round(bytes_of[name] / bytes_of[ORDINARY], 3)
     return found
 
@@ -152,14 +155,15 @@ def _held() -> int:
     return torch.cuda.memory_allocated() + _idle_in_graphs()
 
 
-def _peak_of(run: Callable[[], Any]) -> int:
+def _peak_of(run: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that are allocated at the peak of a step, and those that graphs have set aside besides."""
     if DEVICE == "cpu":
-        return 0
+        return 0, 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() + _idle_in_graphs()
+    return torch.cuda.max_memory_allocated(), _idle_in_graphs()
 
 
 def _idle_in_graphs() -> int:
