@@ -25,7 +25,7 @@ _ATTEMPTS = 8  # at recording one stage that is hardly used: addresses may chang
 _WORTH_IT = 100  # replays
 _LEAST_ROOM = 2**26  # bytes
 _SHARE = 16  # of the most that the training has held so far …
-_SHARE_AT_THE_END = 8
+_SHARE_AT_THE_END = 4
 _SHARE_OF_FREE = 8  # … and of what is free
 
 Run = Callable[..., tuple[Tensor, ...]]
