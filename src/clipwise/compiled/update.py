@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,12 @@ class _Recorded:
     deviation: Tensor  # of the noise, (), float64
     rates: list[Tensor] | None  # learning rates, one a group, where the graph reads them
     held: list[Tensor]  # all that the graph reads and writes besides
+    written: dict[Tensor, float] = field(default_factory=dict)  # what deviation and rates hold: few change from step to step
+
+    def tell(self, place: Tensor, number: float) -> None:
+        if self.written.get(place) != number:
+            place.fill_(number)
+            self.written[place] = number
 
 
 class RecordedUpdate:
@@ -106,9 +112,13 @@ class RecordedUpdate:
         randomness = self._updates.randomness
         assert now is not None and not penalties and isinstance(randomness, _ON_DEVICE), "is_ready comes first"
         now.source.begin(randomness, step)
-        now.deviation.fill_(self._updates.deviation(sensitivity))
+        now.tell(now.deviation, self._updates.deviation(sensitivity))
         for rate, group in zip(now.rates or (), optimizer.param_groups):
-            rate.copy_(group["lr"].reshape(())) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
+            if isinstance(group["lr"], Tensor):
+                rate.copy_(group["lr"].reshape(()))
+                now.written.pop(rate, None)
+            else:
+                now.tell(rate, group["lr"])
         now.replay()
         torch.autograd.graph.increment_version(self._parameters)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
