@@ -159,6 +159,21 @@ def test_a_number_that_is_equal_but_of_another_type_is_no_matter():
         exact(model, examples(5, 4))
 
 
+def test_the_same_arguments_by_other_names():
+    """In one order, whatever they are called."""
+    model = Net(lambda s, x: s.call(s, x), a=nn.Parameter(torch.randn(4)), b=nn.Parameter(torch.randn(4)), shape=(4,)).double()
+    calls = [
+        lambda s, x: F.layer_norm(x, s.shape, bias=s.a, weight=s.b),
+        lambda s, x: torch.layer_norm(x, s.shape, s.a, s.b),
+        lambda s, x: F.layer_norm(x, s.shape, weight=s.a, bias=s.b),
+        lambda s, x: F.layer_norm(x, s.shape, s.a, s.b),
+        lambda s, x: torch.layer_norm(x, s.shape, bias=s.a, weight=s.b),
+    ]
+    for call in (*calls, *calls[::-1], *calls):
+        model.call = call
+        exact(model, examples(5, 4))
+
+
 def test_a_rule_that_is_replaced_is_asked(monkeypatch):
     model, x = Net(lambda s, x: F.linear(x, s.w), w=nn.Parameter(torch.randn(3, 4).double())), examples(5, 4)
     for _ in range(2):

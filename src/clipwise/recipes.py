@@ -20,11 +20,11 @@ class Recipe:
     """Of calls of one function with the very same parameters and numbers, and other tensors of the same kinds in the same places."""
 
     __slots__ = (
-        "_dims",
+        "_count",
         "_fixed",
-        "_kinds",
         "_names",
-        "_places",
+        "_others",
+        "_weights",
         "labels",
         "others",
         "parameters",
@@ -45,25 +45,26 @@ class Recipe:
         values = use.values
         self.others = [place for place, value in enumerate(values) if isinstance(value, Tensor) and not use.tracks(value)]
         self.read = [place for place in self.others if isinstance(self.recorded.values[place], Slot)]
-        others = [values[place] for place in self.others]
-        self._names = list(use.kwargs)
-        self._places = [place for place in range(len(values)) if place not in self.others]
-        self._fixed = [id(values[place]) for place in self._places]  # held by `recorded`
-        self._kinds = [marks.kind(other) for other in others]
-        self._dims = [tensor.dim() for tensor in [*use.tracked, *others]]
+        self._count, self._names = len(values), list(use.kwargs)
+        self._fixed = [(place, value) for place, value in enumerate(values) if place not in self.others]
+        self._weights = [(weight, weight.dim()) for weight in use.tracked]
+        self._others = [(place, values[place].dim(), marks.kind(values[place])) for place in self.others]
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> bool:
         values = (*args, *kwargs.values()) if kwargs else args
-        if len(values) != len(self._places) + len(self.others) or [id(values[place]) for place in self._places] != self._fixed:
+        if len(values) != self._count or [*kwargs] != self._names:
             return False
-        others = [values[place] for place in self.others]
-        return (
-            False not in [isinstance(other, Tensor) for other in others]
-            and [marks.kind(other) for other in others] == self._kinds
-            and [tensor.dim() for tensor in [*self.recorded.tracked, *others]] == self._dims
-            and False not in [weight.requires_grad for weight in self.recorded.tracked]
-            and list(kwargs) == self._names
-        )
+        for place, value in self._fixed:
+            if values[place] is not value:
+                return False
+        for weight, dims in self._weights:
+            if not weight.requires_grad or weight.dim() != dims:
+                return False
+        for place, dims, kind in self._others:
+            other = values[place]
+            if not isinstance(other, Tensor) or other.dim() != dims or marks.kind(other) != kind:
+                return False
+        return True
 
     def upstream(self, use: Use) -> list[Any]:
         """As Use.upstream."""
