@@ -164,6 +164,21 @@ def test_what_has_no_room_any_more_gives_it_back(stage, monkeypatch):
     assert stage._recording is None and stage._before is None and stage._room.taken == 0
 
 
+@pytest.mark.parametrize("why", ["no attempts", "closed", "closed by another"])
+def test_what_is_not_recorded_again_gives_its_room_back(stage, why):
+    large = torch.randn(40)
+    stage._left = 1 if why == "no attempts" else stage._left
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is not None and stage._room.taken > 0
+    stage._room.is_closed = why != "no attempts"
+    if why != "closed by another":
+        stage.forget()
+    for _ in range(3):
+        assert_right(stage, large, torch.randn(3))
+    assert stage._recording is None and stage._before is None and stage._room.taken == 0
+
+
 def test_recordings_take_little(monkeypatch):
     held, free = [2**34], [2**36]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held[0])

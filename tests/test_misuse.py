@@ -385,6 +385,46 @@ def test_a_lazy_module():
         training(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
 
 
+class Mixing(nn.Module):
+    """Without a way for gradients from one example to another: only running it again shows that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.then = nn.Linear(5, 8), nn.Linear(8, 3), lambda: None
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.then()
+        return self.last(hidden - hidden.detach().mean(0))
+
+
+def test_a_forward_pass_that_was_interrupted_hides_nothing():
+    model = Mixing().double()
+    private, _, _ = training(model)
+    x, y = next(iter(private.loader(data())))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    model.then = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.then = lambda: None
+    with pytest.raises(cw.LossIndependent, match="broken off"):
+        private.loss(losses_of(model, x, y))
+    with pytest.raises(cw.MixedExamples):
+        private.loss(losses_of(model, x, y))
+
+
+def test_losses_inside_a_forward_pass_are_refused():
+    model = Mixing().double()
+    private, _, _ = training(model)
+    x, y = next(iter(private.loader(data())))
+    model.then = lambda: private.loss(F.cross_entropy(model.last(model.first(x)), y, reduction="none"))
+    with pytest.raises(cw.LossIndependent, match="still going on"):
+        model(x)
+
+
 def test_a_training_that_is_gone_leaves_no_mode_on():
     import gc
     import weakref

@@ -9,7 +9,9 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import recipes, watch
+from clipwise.experience import experience_of
 from clipwise.registry import REWRITES, RULES
+from clipwise.tape import Tape
 from clipwise.testing import clip_and_add, loop_gradients
 from helpers import Net, clipped, examples, squared_output
 
@@ -65,14 +67,42 @@ def test_another_batch_needs_no_other_recipe(worked_out):
     assert worked_out() == 0
 
 
+def test_layers_of_one_kind_have_recipes_of_their_own(worked_out):
+    def normalized():
+        return [nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True), nn.BatchNorm1d(4).eval(), nn.LayerNorm(3), nn.RMSNorm(3)]
+
+    model, x = nn.Sequential(*normalized(), *normalized()).double(), examples(5, 4, 3)
+    exact(model, x)
+    assert worked_out() == 10
+    exact(model, x)
+    assert worked_out() == 0
+
+
 def test_gpt2s_products_have_recipes(worked_out):
     model = Net(
         lambda s, x: torch.addmm(s.c, x, s.w).tanh() @ s.w, c=nn.Parameter(torch.randn(4)), w=nn.Parameter(torch.randn(4, 4))
     ).double()
     exact(model, examples(5, 4))
-    worked_out()
+    assert worked_out() == 2
     exact(model, examples(5, 4))
     assert worked_out() == 0
+
+
+def test_recipes_are_as_many_as_weights():
+    model = Net(
+        lambda s, x: (s.w @ x.mT).mT + torch.einsum("bi,oi->bo", x, s.w) + F.linear(x, s.w), w=nn.Parameter(torch.randn(4, 4))
+    ).double()
+    for _ in range(5):
+        exact(model, examples(5, 4))
+    assert len(experience_of([model]).recipes._made) <= 3
+
+
+def test_a_tape_keeps_to_its_own_parameters():
+    """Another one may begin meanwhile, on another thread say."""
+    model, other = nn.Linear(4, 3).double(), nn.Linear(3, 3).double()
+    exact(model, examples(5, 4))
+    first, second = Tape([model]), Tape([model, other])
+    assert first.recipes is not second.recipes
 
 
 def _replace_weight(model):

@@ -1,5 +1,7 @@
 """Normalisation layers, against a float64 loop."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import clipwise as cw
-from helpers import ALL_METHODS, Net, assert_exact, examples
+from clipwise.testing import clip_and_add, loop_gradients
+from helpers import ALL_METHODS, Net, assert_exact, clipped, examples
 
 
 def shaken(module):
@@ -137,3 +140,27 @@ def test_running_statistics_of_instance_norm_are_refused():
 def test_functional_norms_with_only_a_bias():
     model = Net(lambda s, x: torch.sin(F.layer_norm(x, (3,), bias=s.b)), b=nn.Parameter(torch.randn(3)))
     assert_exact(model, examples(4, 2, 3))
+
+
+SCALE_IS_SHIFT = {
+    "layer norm": lambda s, x: F.layer_norm(F.linear(x, s.w), (4,), s.v, s.v),
+    "layer norm by name": lambda s, x: F.layer_norm(F.linear(x, s.w), (4,), bias=s.v, weight=s.v),
+    "group norm": lambda s, x: F.group_norm(F.linear(x, s.w), 2, s.v, s.v),
+    "batch norm": lambda s, x: F.batch_norm(F.linear(x, s.w), torch.zeros(4).to(x), torch.ones(4).to(x), s.v, s.v),
+    "instance norm": lambda s, x: F.instance_norm(
+        F.linear(x, s.w).unsqueeze(2).repeat(1, 1, 3) * torch.arange(3).to(x), weight=s.v, bias=s.v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALE_IS_SHIFT)
+def test_one_weight_as_scale_and_shift(name):
+    """Both uses count, in every precision: under bf16 nothing else would notice."""
+    model = Net(SCALE_IS_SHIFT[name], w=nn.Parameter(torch.randn(4, 4)), v=nn.Parameter(torch.randn(4)))
+    x = examples(6, 4)
+    assert_exact(model, x)
+    assert_exact(model, x, dtype=torch.float32)
+    norms = clip_and_add(loop_gradients(copy.deepcopy(model).double(), [x]), 1.0)[1]
+    for _ in range(3):
+        found, _ = clipped(model, [x.float()], 1.0, context=lambda: torch.autocast("cpu", torch.bfloat16))
+        torch.testing.assert_close(found.double(), norms, rtol=0.05, atol=0)

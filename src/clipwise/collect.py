@@ -26,6 +26,11 @@ def check_losses(tape: Tape, losses: Tensor) -> None:
         got = f"a {losses.dtype} tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"{type(losses).__name__}"
         raise LossShape(f"losses must be a vector with one floating-point entry an example, got {got}.", _shape_repair(losses))
     tape.check_unused(losses)
+    if tape.depth:  # calls inside it are not looked at one by one
+        raise LossIndependent(
+            "a forward pass of the model was broken off before these losses were computed, or is still going on.",
+            "Run the model on this batch again, to its end, and use the new losses.",
+        )
     if losses.grad_fn is None:
         raise LossIndependent("losses carry no gradient: they do not depend on the model.", _INDEPENDENT_REPAIR)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Experience:
     ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification
     ways_in_graphs: Decisions = field(default_factory=Decisions)
     tails: Tails | None = None  # recordings of what follows the backward pass
-    recipes: Recipes = field(default_factory=Recipes)
+    recipes: Recipes | None = None
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def compare(self, way: int, places: Iterable[tuple[int, Layout | Table, torch.Size]], batch: int) -> None:
@@ -44,6 +44,12 @@ class Experience:
             if layout is not None and layout.fits(shape, batch) and not same_owners(layout, place, shape, batch):
                 del known[key]
                 self.revision += 1
+
+    def recipes_for(self, labels: Mapping[int, Any]) -> Recipes:
+        """Those of the last tape, if it met the same parameters."""
+        if self.recipes is None or (self.recipes.labels is not labels and self.recipes.labels != labels):
+            self.recipes = Recipes(labels)
+        return self.recipes
 
     def is_time_to_look_again(self) -> bool:
         """On steps 1, 2, 4, 8, 16 … what was verified is verified once more: content may hide what structure allows."""

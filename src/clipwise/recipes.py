@@ -12,7 +12,6 @@ from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .structure import holds_numbers_only
 from .taps import Slot, slot
 
-_MOST = 4096  # calls that are remembered
 _PLAIN = frozenset({int, bool, float, str, type(None)})
 
 
@@ -50,9 +49,9 @@ class Recipe:
         self._weights = [(weight, weight.dim()) for weight in use.tracked]
         self._others = [(place, values[place].dim(), marks.kind(values[place])) for place in self.others]
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> bool:
-        values = (*args, *kwargs.values()) if kwargs else args
-        if len(values) != self._count or [*kwargs] != self._names:
+    def fits(self, values: tuple[Any, ...], names: list[str], marks: Marks) -> bool:
+        """Whether it is for a call with these values, of which the last have names."""
+        if len(values) != self._count or names != self._names:
             return False
         for place, value in self._fixed:
             if values[place] is not value:
@@ -78,27 +77,20 @@ class Recipe:
 
 
 class Recipes:
-    """Of one model, as long as it has the same parameters, which are held here: of each function with each of them, the last call."""
+    """Of modules with these parameters, which are held here: of each function with each of them, the last call."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Mapping[int, Any]) -> None:
+        self.labels = labels
         self._made: dict[tuple[Any, int], Recipe] = {}
-        self._labels: dict[int, Any] = {}
-        self._registered = 0
-
-    def begin(self, labels: Mapping[int, Any]) -> None:
-        """A tape begins that will meet these parameters, by their ids."""
-        registered = len(RULES) + len(REWRITES) + len(SPREADS) + len(INSIDE)
-        if labels != self._labels or registered != self._registered or len(self._made) > _MOST:
-            self._labels, self._registered = dict(labels), registered
-            self._made.clear()
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> Recipe | None:
         """The recipe for this call, if it was made like this before."""
-        rule = RULES.get(func)
-        if rule is None or len(args) <= rule.known_by:
+        rule = RULES[func]
+        values = (*args, *kwargs.values()) if kwargs else args
+        if len(values) <= rule.known_by or func in REWRITES or func in SPREADS or func in INSIDE:  # which look at each call anew
             return None
-        recipe = self._made.get((func, id(args[rule.known_by])))
-        return recipe if recipe is not None and recipe.rule is rule and recipe.fits(args, kwargs, marks) else None
+        recipe = self._made.get((func, id(values[rule.known_by])))
+        return recipe if recipe is not None and recipe.rule is rule and recipe.fits(values, [*kwargs], marks) else None
 
     def add(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks) -> None:
         """For such calls from now on, if all that the rule may ask for shows in a recipe. `dims`: axes of the output."""
@@ -107,13 +99,13 @@ class Recipes:
         others = [value for value in values if isinstance(value, Tensor) and not use.tracks(value)]
         if (
             rule.trusted
-            and len(use.args) > rule.known_by
-            and not any(use.func in others for others in (REWRITES, SPREADS, INSIDE))  # which look at each call anew
+            and len(values) > rule.known_by
+            and use.tracks(values[rule.known_by])
             and all(id(weight) in marks.parameters for weight in use.tracked)
             and all(other.is_floating_point() and other.dim() for other in others)
             and all(type(value) in _PLAIN or (type(value) is tuple and holds_numbers_only(value)) for value in plain)
         ):
-            self._made[use.func, id(use.args[rule.known_by])] = Recipe(use, rule, said, dims, marks)
+            self._made[use.func, id(values[rule.known_by])] = Recipe(use, rule, said, dims, marks)
 
 
 def recorded_call(use: Use, rule: Rule, marks: Marks) -> tuple[Use, tuple[Tensor, ...]]:
@@ -128,3 +120,20 @@ def recorded_call(use: Use, rule: Rule, marks: Marks) -> tuple[Use, tuple[Tensor
         return slot(len(kept) - 1, marks.kind(tensor) != CONSTANT)
 
     return use.with_others(put_away), tuple(kept)
+
+
+def each_weight_once(use: Use, marks: Marks) -> Use:
+    """The call with views of a weight where it comes a second time: rules speak of each weight once."""
+    tracked: list[Tensor] = []
+
+    def of(value: Any) -> Any:
+        if not use.tracks(value):
+            return value
+        if any(value is weight for weight in tracked):
+            alias = value.view_as(value)
+            marks.mark_derived(alias, Tensor.view_as, (value, value), {}, [value])
+            value = alias
+        tracked.append(value)
+        return value
+
+    return Use(use.func, *use.mapped(of), tracked)

@@ -23,7 +23,7 @@ _F = TypeVar("_F", bound=Function)
 class Use:
     """A call of a torch function that was handed trainable weights together with example data."""
 
-    __slots__ = ("args", "func", "kwargs", "tracked")
+    __slots__ = ("__weakref__", "args", "func", "kwargs", "tracked")
 
     def __init__(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], tracked: list[Tensor]):
         self.func = func
@@ -124,7 +124,7 @@ class Rule:
     reads: Reads | None = None
     trusted: bool = False  # one of ours, tested against a float64 loop
     is_product: bool = False  # autocast rounds its arguments
-    known_by: int = 1  # the place of an argument, most often a weight, by which a layer's calls are found again
+    known_by: int = 1  # the place of the weight by which a layer's calls are found again
 
 
 Spread = Callable[[Use, Callable[[Tensor, torch.Size | None], Tensor]], tuple[tuple[Any, ...], dict[str, Any]] | None]

@@ -58,7 +58,7 @@ class Tape:
         self.marks = Marks(self.modules)
         self.fallback = fallback
         self.experience = experience_of(self.modules)
-        self.experience.recipes.begin(self.marks.labels)
+        self.recipes = self.experience.recipes_for(self.marks.labels)
         self.anchor = torch.zeros((), requires_grad=True)
         self.switch = Switch()
         self.trail = 0  # hash of the calls seen so far

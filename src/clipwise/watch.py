@@ -19,7 +19,7 @@ from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
 from .precision import as_autocast_rounds
 from .program import ProgramCall
-from .recipes import Recipe, recorded_call
+from .recipes import Recipe, each_weight_once, recorded_call
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
@@ -89,7 +89,7 @@ class Watch(TorchFunctionMode):
         tape = self.tape
         if tape.refusals is not None or tape.marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        return tape.experience.recipes.find(func, args, kwargs, tape.marks)
+        return tape.recipes.find(func, args, kwargs, tape.marks)
 
     def _refused(self, refusal: Refusal, tracked: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """Where refusals are only listed (`check`), the call runs as it would without a tape."""
@@ -245,6 +245,8 @@ class Watch(TorchFunctionMode):
 
     def _tap_output(self, use: Use, rule: Rule, recipe: Recipe | None = None) -> Any:
         marks = self.tape.marks
+        if recipe is None and len(set(map(id, use.tracked))) < len(use.tracked):
+            use = each_weight_once(use, marks)
         upstream = use.upstream() if recipe is None else recipe.upstream(use)
         called = as_autocast_rounds(use, marks, None if recipe is None else recipe.others) if rule.is_product else use
         output = use.func(*called.args, **called.kwargs)
@@ -253,7 +255,7 @@ class Watch(TorchFunctionMode):
         if not output.requires_grad:
             return output
         if recipe is None:
-            self.tape.experience.recipes.add(called, rule, self._said[1:], output.dim(), marks)
+            self.tape.recipes.add(called, rule, self._said[1:], output.dim(), marks)
         output = self.insert_tap(output, called, rule, upstream, recipe)
         if not self.tape.depth:
             self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)

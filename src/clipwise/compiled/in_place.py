@@ -123,6 +123,8 @@ class InPlace:
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         if not self._room.is_here():
+            if self._room.is_closed:
+                self._give_up()
             return self._run(*given)
         if self._recording is not None and self._recording.fits(given):
             return self._replayed(self._recording, given)
@@ -135,7 +137,17 @@ class InPlace:
         """What follows is recorded anew, and held against the stage anew."""
         self._drop()
         self._places = []
-        self._left = _ATTEMPTS if self._left else 0
+        if self._left and not self._room.is_closed:
+            self._left = _ATTEMPTS
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing is recorded any more; what was, takes no room."""
+        self._drop()
+        self._pool = self._before = None
+        self._left = self._in_pool = 0
+        self._count(0)
 
     def _replayed(self, recording: _Recording, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._used += 1
@@ -159,11 +171,10 @@ class InPlace:
             self._recording = self._recorded(given, made)
         except Exception:  # the stages run as always: recordings only save time
             self._room.is_closed = True
-        self._before = self._recording.replay if self._recording is not None else None
         if self._recording is None:
-            self._left = self._in_pool = 0
-            self._pool = None
-            self._count(0)
+            self._give_up()
+        else:
+            self._before = self._recording.replay
 
     def _recorded(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> _Recording | None:
         """None: it would take too much room."""

@@ -9,6 +9,7 @@ and what nobody needs any more is let go while the backward pass goes on, as in 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ class Staged:
         self._layouts = list(layouts)
         self._like = [tap.like for tap in noted]
         self._essences = {tap.record.key: essence(tap.record, tape.marks) for tap in noted}
-        self._calls = {tap.record.key: tap.record.use for tap in noted}
+        self._calls = {tap.record.key: weakref.ref(tap.record.use) for tap in noted}  # those that recipes hold come again
         self._weights = _shapes(tape.marks)
         self._hands_over = {tap.record.key: tap.record.hands_over for tap in noted}
         self._place = {tap.record.key: number for number, tap in enumerate(noted)}
@@ -132,7 +133,7 @@ class Staged:
             return all(
                 record.hands_over == self._hands_over[record.key]
                 and layouts[record.key] == self._layouts[self._place[record.key]]
-                and (record.use is self._calls[record.key] or essence(record, tape.marks) == self._essences[record.key])
+                and (record.use is self._calls[record.key]() or essence(record, tape.marks) == self._essences[record.key])
                 for record in records
             )
         except NotTraceable:

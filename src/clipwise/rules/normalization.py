@@ -33,7 +33,7 @@ def _trailing(use: Use, dims: int) -> tuple[int, ...]:
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 
 
-@own_rule(F.layer_norm, torch.layer_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_LAYER_NORM))
+@own_rule(F.layer_norm, torch.layer_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_LAYER_NORM), known_by=2)
 def layer_norm(call: Call) -> Factors:
     """h = γ ⊙ ĥ + β with ĥ normalised over the trailing axes."""
     x, shape, weight, bias, eps = call.bind(*_LAYER_NORM, eps=1e-5)
@@ -69,7 +69,7 @@ def _by_kernel(grad: Tensor, x: Tensor, shape: Sequence[int], eps: float, *, is_
 _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 
 
-@own_rule(F.rms_norm, torch.rms_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_RMS_NORM))
+@own_rule(F.rms_norm, torch.rms_norm, row_axes=_trailing, reads=_reads_input_for_weight(*_RMS_NORM), known_by=2)
 def rms_norm(call: Call) -> Factors:
     """h = γ ⊙ x / rms(x). Without an eps torch takes the machine epsilon of the input, so the input keeps its precision."""
     x, shape, weight, eps = call.bind(*_RMS_NORM)
@@ -96,7 +96,7 @@ def _channels(call: Call, normalized: Tensor | None, weight: Any, bias: Any) -> 
 _GROUP_NORM = ("input", "num_groups", "weight", "bias", "eps")
 
 
-@own_rule(F.group_norm, torch.group_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_GROUP_NORM))
+@own_rule(F.group_norm, torch.group_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_GROUP_NORM), known_by=2)
 def group_norm(call: Call) -> Factors:
     x, groups, weight, bias, eps = call.bind(*_GROUP_NORM, eps=1e-5)
     normalized = F.group_norm(to_accumulate(x), groups, eps=eps) if call.tracks(weight) else None
@@ -106,7 +106,7 @@ def group_norm(call: Call) -> Factors:
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 
 
-@own_rule(F.instance_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_INSTANCE_NORM))
+@own_rule(F.instance_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_INSTANCE_NORM), known_by=3)
 def instance_norm(call: Call) -> Factors:
     """Each image by its own statistics, or by the running ones in evaluation mode."""
     x, mean, variance, weight, bias, own_statistics, _, eps = call.bind(*_INSTANCE_NORM, use_input_stats=True, eps=1e-5)
@@ -120,7 +120,7 @@ def instance_norm(call: Call) -> Factors:
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
-@own_rule(F.batch_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_BATCH_NORM))
+@own_rule(F.batch_norm, row_axes=lambda use, dims: (0,), reads=_reads_input_for_weight(*_BATCH_NORM), known_by=3)
 def batch_norm(call: Call) -> Factors:
     """The paper's frozen BatchNorm: running statistics, in evaluation mode; training mode was refused at the call (guards.py)."""
     x, mean, variance, weight, bias, _, _, eps = call.bind(*_BATCH_NORM, eps=1e-5)
