@@ -393,9 +393,12 @@ def test_the_kernels_for_noise_and_normalisation(compiled_kernels):
     seed, sums = 2**62 + 5, torch.randn(300_001, device="cuda")
     number = lambda value: torch.tensor(value, dtype=torch.float64, device="cuda")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = noised(sums, torch.tensor(seed, device="cuda"), number(0.5), number(2.0), dtype)
+        found = noised(sums, torch.tensor(seed, device="cuda"), number(0.5), number(2.0), torch.empty_like(sums, dtype=dtype))
         exact = sums.double() * 0.5 + plain_normals(seed, 300_001).cuda() * 2
         assert torch.allclose(found.double(), exact.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-12)
+    exact = sums.double() * 0.5 + plain_normals(seed, 300_001).cuda() * 2
+    noised(sums, torch.tensor(seed, device="cuda"), number(0.5), number(2.0), sums)  # in place
+    assert torch.allclose(sums.double(), exact, rtol=2.0**-23, atol=1e-12)
     for shape in ((64, 197, 768), (3, 5, 1000), (2, 33, 4096)):
         grad, x = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda") + 1
         for is_centred, normalize in ((True, F.layer_norm), (False, F.rms_norm)):

@@ -192,9 +192,12 @@ def test_noise_is_that_of_its_twin():
         sums = torch.randn(count, dtype=dtype)
         exact = sums.double() * 0.5 + plain_normals(seed, count) * 0.25
         for out in (torch.float64, torch.float32, torch.float16):
-            found = noised(sums, torch.tensor(seed), number(0.5), number(0.25), out)
-            assert found.dtype == out and torch.allclose(found.double(), exact.to(out).double(), rtol=torch.finfo(out).eps, atol=1e-12)
-    assert len(noised(torch.zeros(0), torch.tensor(1), number(1.0), number(1.0), torch.float32)) == 0
+            found = torch.full((count,), torch.nan, dtype=out)
+            assert noised(sums, torch.tensor(seed), number(0.5), number(0.25), found) is found
+            assert torch.allclose(found.double(), exact.to(out).double(), rtol=torch.finfo(out).eps, atol=1e-12)
+        noised(sums, torch.tensor(seed), number(0.5), number(0.25), sums)  # in place
+        assert torch.allclose(sums.double(), exact.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=1e-12)
+    noised(torch.zeros(0), torch.tensor(1), number(1.0), number(1.0), torch.zeros(0))
 
 
 def test_the_twin_draws_gaussians():
@@ -217,13 +220,22 @@ def test_a_step_draws_by_the_kernel(by_kernel, monkeypatch):
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"} if by_kernel else set())
     parameters = [torch.zeros(n).requires_grad_() for n in (30, 700, 1, 2000)]
     sums = [torch.randn(30), None, torch.randn(1), torch.randn(2000)]
-    draw = lambda source, step: noise.noised(sums, parameters, deviation=2.0, divisor=4.0, randomness=source, purpose="noise", step=step)
+
+    def draw(source, step, sums=sums, **options):
+        return noise.noised(sums, parameters, deviation=2.0, divisor=4.0, randomness=source, purpose="noise", step=step, **options)
+
     values = torch.cat([(found * 4 - (0 if total is None else total)) / 2 for found, total in zip(draw(Reproducible(4), 0), sums)])
     assert len(set(values.tolist())) == len(values) and stats.kstest(values.detach().numpy(), "norm").pvalue > 1e-4
     assert all(map(torch.equal, draw(Reproducible(4), 0), draw(Reproducible(4), 0)))
     assert not torch.equal(draw(Reproducible(4), 0)[1], draw(Reproducible(4), 1)[1]) and not torch.equal(
         draw(Fast(), 0)[1], draw(Fast(), 0)[1]
     )
+    room = noise.room_for_sums(parameters)
+    for mine, total in zip(room, sums):
+        mine.zero_() if total is None else mine.copy_(total)
+    places = [mine.data_ptr() for mine in room]
+    assert all(map(torch.equal, draw(Reproducible(4), 0, room, in_place=True, apart=False), draw(Reproducible(4), 0)))
+    assert [mine.data_ptr() for mine in room] == places and all(map(torch.equal, room, draw(Reproducible(4), 0)))  # written over
     if by_kernel:
         exact = plain_normals(Reproducible(4).seed("noise 0", 0), len(values))
         assert torch.allclose(values.double(), exact, atol=1e-6)

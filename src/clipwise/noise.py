@@ -19,25 +19,29 @@ _CHUNK = 2**24  # numbers that are drawn at once: few kernels for many small par
 
 def noised(
     sums: Sequence[Tensor | None], parameters: Sequence[Tensor], *, deviation: float | Tensor, divisor: float,
-    randomness: Randomness, purpose: str, step: int, apart: bool = True,
+    randomness: Randomness, purpose: str, step: int, apart: bool = True, in_place: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """For each parameter sum/divisor + (deviation/divisor)·N(0, I), added in float64 and rounded once to the parameter's type.
 
     A parameter without a sum gets noise alone. No two parameters, steps or purposes share a number. `apart`: each result has a version
-    counter of its own.
+    counter of its own. `in_place`: the sums lie in `room_for_sums` and are written over, where they have the parameter's type.
     """
     found: list[Tensor] = list(parameters)
     with torch.no_grad():
         for number, places in enumerate(_chunks(parameters)):
             first = parameters[places[0]]
             sizes = [parameters[place].numel() for place in places]
-            total = _flatten([_sum_of(sums[place], parameters[place]) for place in places])
+            mine = [_sum_of(sums[place], parameters[place]) for place in places]
+            total = _side_by_side(mine, sum(sizes)) if in_place else _flatten(mine)
+            over = total if in_place and total.dtype == first.dtype else None
             draw = _purpose(purpose, number), step
             if _is_drawn_by_kernel(first, sum(sizes)) and isinstance(randomness, Seeded):
-                noisy = _by_kernel(total, deviation / divisor, 1 / divisor, randomness.seed(*draw), first.dtype)
+                over = torch.empty_like(total, dtype=first.dtype) if over is None else over
+                noisy = _by_kernel(total, deviation / divisor, 1 / divisor, randomness.seed(*draw), over)
             else:
                 normals = randomness.gaussians(sum(sizes), *draw, first.device).mul_(deviation / divisor)
-                noisy = normals.add_(total, alpha=1 / divisor).to(first.dtype)
+                noisy = normals.add_(total, alpha=1 / divisor)
+                noisy = noisy.to(first.dtype) if over is None else over.copy_(noisy)
             parts = _unflatten(noisy, [parameters[place] for place in places])
             separate = torch._foreach_add(parts, 0.0) if apart and len(parts) > 1 else parts
             for place, gradient in zip(places, separate):
@@ -55,7 +59,28 @@ def _is_drawn_by_kernel(parameter: Tensor, count: int) -> bool:
     return count < _MOST_BY_KERNEL and are_available(parameter.device, parameter.dtype)
 
 
-def _by_kernel(total: Tensor, deviation: float | Tensor, scale: float, seed: int | Tensor, dtype: torch.dtype) -> Tensor:
+def room_for_sums(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """For each parameter zeros in the precision of sums; those that are noised together lie side by side."""
+    found: list[Tensor] = list(parameters)
+    for places in _chunks(parameters):
+        mine = [parameters[place] for place in places]
+        stretch = mine[0].new_zeros(sum(parameter.numel() for parameter in mine), dtype=accumulation_dtype(mine[0].dtype))
+        for place, room in zip(places, _unflatten(stretch, mine)):
+            found[place] = room
+    return found
+
+
+def _side_by_side(sums: Sequence[Tensor], count: int) -> Tensor:
+    """The stretch of memory that these make up."""
+    filled = [total for total in sums if total.numel()] or sums[:1]
+    at = filled[0].data_ptr()
+    for total in filled:
+        assert total.is_contiguous() and total.data_ptr() == at, "sums that are noised in place lie in room_for_sums"
+        at += total.nbytes
+    return filled[0].as_strided((count,), (1,))
+
+
+def _by_kernel(total: Tensor, deviation: float | Tensor, scale: float, seed: int | Tensor, over: Tensor) -> Tensor:
     from .kernels.noise import noised as by_kernel
 
     def there(number: float | Tensor) -> Tensor:
@@ -63,7 +88,7 @@ def _by_kernel(total: Tensor, deviation: float | Tensor, scale: float, seed: int
         return number if isinstance(number, Tensor) else number_on(total.device, number)
 
     seeded = seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=total.device)
-    return by_kernel(total, seeded, there(scale), there(deviation), dtype)
+    return by_kernel(total, seeded, there(scale), there(deviation), over)
 
 
 def draws(parameters: Sequence[Tensor], purpose: str) -> list[tuple[str, bool]]:

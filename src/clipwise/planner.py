@@ -14,6 +14,7 @@ _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 _SMALL = 2**26  # bytes that nobody misses
 _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a recording's inputs
 _MUCH = 2**29  # bytes that a recording does not copy, however much is free
+_SHARE_OF_UPDATES = 20  # of the most that the training has held so far, one in so many parts for the sums that a recorded update reads
 _SLACK = 20  # one in so many parts of what is allocated may be allocated besides
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
 
@@ -97,6 +98,13 @@ def room_for_recording(device: torch.device, parameters: int) -> int:
     """Bytes that the inputs of a recording may take: little beside the model, which has so many bytes of parameters, or beside what is free."""
     share = _free_on(device)
     return min(share, max(_SMALL, 2 * parameters, min(share // _SHARE_OF_RECORDINGS, _MUCH)))
+
+
+def room_for_update(device: torch.device) -> int:
+    """Bytes that sums may take where a recorded update finds them: little beside what the training has held so far."""
+    if device.type != "cuda":
+        return _SMALL
+    return min(_free_on(device), max(_SMALL, torch.cuda.max_memory_allocated(device) // _SHARE_OF_UPDATES))
 
 
 def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget) -> bool:

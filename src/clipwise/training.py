@@ -30,10 +30,12 @@ from .randomness import Randomness, named
 from .regularizers import Regularizers
 from .release import can_be_compiled, check_method
 from .sampling import Sampler
+from .tracing import can_be_recorded
 from .updates import Release, Updates
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
+    from .compiled.in_loop import UpdateInLoop
 
 
 class PrivateTraining:
@@ -86,6 +88,9 @@ class PrivateTraining:
         self._draws = Draws(Sampler(plan, self._randomness), self._progress)
         held_against = CallersDraws() if own_batches else self._draws
         self._intake = Intake(self._modules, held_against, self._progress, self._updates, fallback=fallback)
+        self._in_loop: (
+            dict[int, UpdateInLoop] | None
+        ) = {}  # of each optimizer, where its steps are replayed; None: compiled steps have their own
         self.is_closed = False
         weakref.finalize(self, self._intake.block.remove)  # a training that is gone leaves no mode on, and its ledger to others
         weakref.finalize(self, self.ledger.close)
@@ -136,6 +141,7 @@ class PrivateTraining:
             raise ValueError(f'a compiled step clips by method "bookkeep", this training by {self.method!r}')
         if self._updates.has_scaler:
             raise ValueError("a compiled step takes no GradScaler: train in bf16, which needs none, or by the eager loop")
+        self._in_loop = None
         return CompiledStep(self, self._intake, self._updates, losses_of, rows=rows, backend=backend)
 
     def check_open(self) -> None:
@@ -144,8 +150,14 @@ class PrivateTraining:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """The hook of optimizer.step()."""
-        self.take_step(number, optimizer, self._updates.release)
+        """The hook of optimizer.step(). Of small models on a GPU noise and step are replayed."""
+        release = self._updates.release
+        if self._in_loop is not None and self._intake.pending.handed and can_be_recorded(self._updates.device_of(number)):
+            from .compiled.in_loop import UpdateInLoop  # which builds on this package
+
+            update = self._in_loop.get(number) or self._in_loop.setdefault(number, UpdateInLoop(number, self._updates))
+            release = update.release if not self.has_regularizers and update.is_ready() else release
+        self.take_step(number, optimizer, release)
 
     def take_step(self, number: int, optimizer: torch.optim.Optimizer, release: Release) -> None:
         """Everything is checked, then counted, then released."""
@@ -234,7 +246,7 @@ class PrivateTraining:
         self._intake.block.remove()
         self._updates.remove()
         self.ledger.close()
-        experience_of(self._modules).tails = None  # recordings hold memory of the device
+        experience_of(self._modules).tails = self._in_loop = None  # recordings hold memory of the device
 
     def __enter__(self) -> PrivateTraining:
         return self

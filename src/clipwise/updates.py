@@ -61,9 +61,11 @@ class Updates:
                     f"{name} has no shape yet: its module is lazy.", "Run the model once, then make optimizer and training."
                 )
         self._released: dict[int, list[tuple[Any, Any, int, int]]] = {}
+        self._to_show: dict[int, Callable[[], list[Tensor]]] = {}  # what a recorded step has released, for p.grad after it
         self.check_coverage()
         self._is_unwatched = False
         self._handles = [one.register_step_pre_hook(self._hook(number, before_step)) for number, one in enumerate(self.optimizers)]
+        self._handles += [one.register_step_post_hook(self._hook_after(number)) for number, one in enumerate(self.optimizers)]
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
@@ -73,6 +75,10 @@ class Updates:
         """{name: parameter} of every one that is trainable now, once."""
         members = members_of(self._modules)
         return {members.names[key]: parameter for key, parameter in members.parameters.items() if parameter.requires_grad}
+
+    def device_of(self, number: int) -> torch.device:
+        """Where the first parameter of this optimizer is."""
+        return next((p.device for group in self.optimizers[number].param_groups for p in group["params"]), torch.device("cpu"))
 
     @property
     def has_scaler(self) -> bool:
@@ -148,9 +154,7 @@ class Updates:
     ) -> None:  # fmt: skip
         """Put what is released into p.grad of everything this optimizer updates."""
         parameters, deviation = updated_by(optimizer), self.deviation(sensitivity)
-        for parameter in parameters:
-            parameter.grad = None  # checked by now; the sums are what is released, and noise takes as much room again
-        self._witness.taken_away(parameters)
+        self.take_gradients_away(number)
         for parameter, grad in zip(parameters, self.noised_sums(number, sums, deviation, self.randomness, step)):
             penalty = penalties.get(id(parameter))
             parameter.grad = grad if penalty is None else grad + penalty
@@ -158,22 +162,33 @@ class Updates:
             (weakref.ref(p), weakref.ref(p.grad), p._version, p.grad._version) for p in parameters if p.grad is not None
         ]
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    parameter.grad = None
             if "noise_variance" in group:
                 group["noise_variance"] = (deviation / self.plan.batch_size) ** 2
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer would divide by the scale inside its kernel
             optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
 
+    def take_gradients_away(self, number: int) -> None:
+        """Of all that this optimizer holds, frozen or not. They were checked by now; the sums are what is released, and noise takes as much room again."""
+        for group in self.optimizers[number].param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        self._witness.taken_away(updated_by(self.optimizers[number]))
+        self._released[number] = []
+        self._to_show.pop(number, None)
+
+    def show_after_step(self, number: int, released: Callable[[], list[Tensor]]) -> None:
+        """The step itself will find no gradient, for it was made already: this is what p.grad is to be after it."""
+        self._to_show[number] = released
+
     def noised_sums(
-        self, number: int, sums: Mapping[int, Tensor], deviation: float | Tensor, randomness: Randomness, step: int, *, apart: bool = True
+        self, number: int, sums: Mapping[int, Tensor], deviation: float | Tensor, randomness: Randomness, step: int, *, apart: bool = True,
+        in_place: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """(Σ clip(g_i) + noise)/B̄ for everything this optimizer updates, whether or not the losses reached it; as tensors `apart`."""
+        """(Σ clip(g_i) + noise)/B̄ for everything this optimizer updates, whether or not the losses reached it; as tensors `apart`, or `in_place`."""
         parameters = updated_by(self.optimizers[number])
         return noised(
             [sums.get(id(p)) for p in parameters], parameters, deviation=deviation, divisor=self.plan.batch_size,
-            randomness=randomness, purpose=_purpose(number), step=step, apart=apart,
+            randomness=randomness, purpose=_purpose(number), step=step, apart=apart, in_place=in_place,
         )  # fmt: skip
 
     def draws(self, number: int) -> list[tuple[str, bool]]:
@@ -220,6 +235,11 @@ class Updates:
         self._witness.forget()
         self._scales.clear()
 
+    @property
+    def hooks_on_each(self) -> int:
+        """Hooks of ours on the step of one optimizer."""
+        return len(self._handles) // len(self.optimizers)
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -237,6 +257,17 @@ class Updates:
             updates = weak()
             if updates is None or not updates._is_unwatched:
                 before_step(number, optimizer)
+
+        return hook
+
+    def _hook_after(self, number: int) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        weak = weakref.ref(self)
+
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            updates = weak()
+            if updates is not None and number in updates._to_show and not updates._is_unwatched:
+                for parameter, gradient in zip(updated_by(optimizer), updates._to_show.pop(number)()):
+                    parameter.grad = gradient
 
         return hook
 

@@ -44,12 +44,11 @@ def _noised(sums, seed, scale, deviation, turn, noised_out, count, BLOCK: tl.con
         tl.store(noised_out + at, total.to(noised_out.dtype.element_ty), mask=at < count)
 
 
-def noised(sums: Tensor, seed: Tensor, scale: Tensor, deviation: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale·sums + deviation·N(0, I). sums: (n,), seed: () int64, scale and deviation: () float64, all on one device → (n,) of `dtype`
+def noised(sums: Tensor, seed: Tensor, scale: Tensor, deviation: Tensor, found: Tensor) -> Tensor:
+    """scale·sums + deviation·N(0, I), written to `found`. sums and found: (n,), seed: () int64, scale and deviation: () float64, all on one device
 
-    Pairs are numbered by 31 bits, so n may be 2³².
+    `found` may be `sums`: each number is read and written by one program. Pairs are numbered by 31 bits, so n may be 2³².
     """
-    found = torch.empty(sums.shape, dtype=dtype, device=sums.device)
     turn = torch.full((), 2 * math.pi, dtype=torch.float64, device=sums.device)  # a number in the code of a kernel has 24 bits
     if len(sums):
         grid = (triton.cdiv(len(sums), 2 * _BLOCK),)
