@@ -7,7 +7,7 @@ come (an evaluation with gradients enabled) leaves the block open; what nobody h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Block:
         self._tape: Tape | None = None
         self._entered = contextlib.ExitStack()
         self._looked_at = 0  # root calls that survived the last look
-        self._asleep = False
+        self.is_asleep = False
         self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
         self._below = _Openers(
             dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules), self.open
@@ -55,7 +55,7 @@ class Block:
         """A module is about to run. Inside one that is watched there is nothing to do."""
         if self._tape is not None and self._tape.depth:
             return
-        if self._asleep or not torch.is_grad_enabled():
+        if self.is_asleep or not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
             raise _compiled()
@@ -82,14 +82,9 @@ class Block:
         """Whether a `capture` of the same modules is on: then these calls are for it."""
         return any(isinstance(mode, Watch) and any(root in mode.tape.modules for root in self.modules) for mode in stacked())
 
-    @contextlib.contextmanager
-    def asleep(self) -> Iterator[None]:
+    def asleep(self) -> Asleep:
         """Modules that run now are run by us, or computed again for a backward pass of ours: they open nothing."""
-        self._asleep = True
-        try:
-            yield
-        finally:
-            self._asleep = False
+        return Asleep(self)
 
     def close(self) -> Tape | None:
         """The tape of everything since the block was opened, if it was."""
@@ -109,6 +104,21 @@ class Block:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class Asleep:
+    """Entered in every step, so it is a class and not a generator."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: Block):
+        self._block = block
+
+    def __enter__(self) -> None:
+        self._block.is_asleep = True
+
+    def __exit__(self, *_: object) -> None:
+        self._block.is_asleep = False
 
 
 def _compiled() -> UncoveredUse:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .errors import WrongDraw
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Footprint:
     """Where the rows of an input begin in its memory."""
 
@@ -22,7 +22,7 @@ class Footprint:
     @classmethod
     def of(cls, tensor: Tensor) -> Footprint:
         first, stride = tensor.storage_offset(), tensor.stride(0)
-        return cls(StorageWeakRef(tensor.untyped_storage()), range(first, first + stride * len(tensor), stride))
+        return cls(StorageWeakRef(tensor.untyped_storage()), range(first, first + stride * tensor.shape[0], stride))
 
     def overlaps(self, other: Footprint) -> bool:
         if self.storage != other.storage or self.storage.expired():
@@ -32,7 +32,7 @@ class Footprint:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether rows of it lie in ordinary memory."""
-    return tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_meta and type(tensor) is Tensor
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dim() > 0 and not tensor.is_meta
 
 
 def storages(tensors: Iterable[Tensor]) -> list[StorageWeakRef]:
@@ -44,7 +44,7 @@ def footprints(tensors: Iterable[Tensor], rows: int, only_in: Sequence[StorageWe
     """Of the tensors that have one row an example; with `only_in`, of those that lie in the memory of a batch."""
     found = []
     for tensor in tensors:
-        if rows and is_plain(tensor) and len(tensor) == rows and tensor.stride(0) > 0:
+        if rows and is_plain(tensor) and tensor.shape[0] == rows and tensor.stride(0) > 0:
             footprint = Footprint.of(tensor)
             if only_in is None or footprint.storage in only_in:
                 found.append(footprint)

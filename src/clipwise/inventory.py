@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,9 +13,13 @@ from .errors import UncoveredUse
 
 
 class Walk:
-    """What was found below a root. It holds no module: a module below may hold the root, which then would live forever."""
+    """What was found below a root. It holds no module: a module below may hold the root, which then would live forever.
+
+    `serial`: a number that no other walk has. Where a module takes the place of another, there is another walk.
+    """
 
     def __init__(self, root: nn.Module):
+        self.serial = next(_serials)
         _, *below = root.named_modules()
         self._below = [(path, weakref.ref(module), _children(module)) for path, module in below]
         self._children = _children(root)
@@ -37,6 +42,7 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
+_serials = itertools.count()
 _walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
 
 
@@ -63,9 +69,14 @@ def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Every module of these, once."""
-    if len(roots) == 1:
-        return [module for _, module in named_modules(roots[0])]
-    return list({id(module): module for root in roots for _, module in named_modules(root)}.values())
+    return numbered_modules(roots)[1]
+
+
+def numbered_modules(roots: Sequence[nn.Module]) -> tuple[tuple[int, ...], list[nn.Module]]:
+    """Numbers that tell whether modules have taken the place of others, and every module of these, once."""
+    walks = [walked(root) for root in roots]
+    modules = [module for _, found in walks for _, module in found]
+    return tuple([walk.serial for walk, _ in walks]), modules if len(roots) == 1 else list(dict.fromkeys(modules))
 
 
 def as_modules(model: nn.Module | Sequence[nn.Module], caller: str) -> list[nn.Module]:

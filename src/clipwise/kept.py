@@ -13,6 +13,7 @@ from .weak import WeakTable
 _OWN = set(vars(nn.Module()))  # what every module has
 _MOST = 4096
 _seen: dict[tuple[object, ...], list[str]] = {}
+_own_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 _DEPTH = 3
 _earlier: WeakTable[str] = WeakTable()  # examples of an earlier batch, and where they are kept
 
@@ -39,10 +40,15 @@ def _may_hold(attributes: dict[str, object]) -> list[str]:
     return names
 
 
-def own_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Those that not every module has."""
-    attributes = vars(module)
-    return [(name, attributes[name]) for name in attributes.keys() - _OWN]
+def own_names(attributes: dict[str, object]) -> tuple[str, ...]:
+    """Of the attributes of a module, those that not every module has."""
+    key = tuple(attributes)
+    names = _own_names.get(key)
+    if names is None:
+        if len(_own_names) > _MOST:
+            _own_names.clear()
+        names = _own_names[key] = tuple([name for name in key if name not in _OWN])
+    return names
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

@@ -99,12 +99,10 @@ def rounds_to_tf32(*, by_cudnn: bool) -> bool:
 
 def tf32_in_use() -> tuple[bool, bool, bool]:
     """By matrix products, cuDNN's convolutions, its recurrent layers. (`allow_tf32` raises where they were set apart.)"""
-    backends: Any = torch.backends
-    return (
-        backends.cuda.matmul.fp32_precision == "tf32",
-        backends.cudnn.conv.fp32_precision == "tf32",
-        backends.cudnn.rnn.fp32_precision == "tf32",
-    )
+    precision: Any = (
+        torch._C._get_fp32_precision_getter
+    )  # as torch.backends.cuda.matmul.fp32_precision and its like, asked for in every step
+    return precision("cuda", "matmul") == "tf32", precision("cuda", "conv") == "tf32", precision("cuda", "rnn") == "tf32"
 
 
 @made_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,13 +54,14 @@ class Updates:
         self._accumulation_steps = check_count(accumulation_steps, "accumulation_steps")
         self._witness = Witness(self.name_of)
         self._scales: list[Tensor] = []  # gradients with which private losses were back-propagated, not yet looked at
-        self._scales_before = OnTheWay()  # those of the step before
+        self._scales_before: OnTheWay | None = None  # those of the step before
         self._waits = 0  # steps that have waited for the device to see them
         for name, parameter in ((n, p) for module in modules for n, p in module.named_parameters()):
             if nn.parameter.is_lazy(parameter):
                 raise UnhookedParameter(
                     f"{name} has no shape yet: its module is lazy.", "Run the model once, then make optimizer and training."
                 )
+        self._covered: list[Tensor | None] = []  # the parameters, and those of each optimizer, when they were last compared
         self._released: dict[int, list[tuple[Any, Any, int, int]]] = {}
         self._to_show: dict[int, Callable[[], list[Tensor]]] = {}  # what a recorded step has released, for p.grad after it
         self.check_coverage()
@@ -90,6 +92,9 @@ class Updates:
     def check_coverage(self) -> list[Tensor]:
         """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them."""
         parameters = self.parameters()
+        now = [*parameters, None, *(parameter for optimizer in self.optimizers for parameter in (None, *updated_by(optimizer)))]
+        if len(now) == len(self._covered) and all(map(operator.is_, now, self._covered)):
+            return parameters
         tracked = {id(parameter) for parameter in parameters}
         seen: set[int] = set()
         for optimizer in self.optimizers:
@@ -110,6 +115,7 @@ class Updates:
                     f"no optimizer of this training updates {self.name_of(parameter)}.",
                     "Add it to an optimizer (add_param_group), pass that optimizer too, or freeze it: requires_grad_(False).",
                 )
+        self._covered = now
         return parameters
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
@@ -135,9 +141,12 @@ class Updates:
     def check(self) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
         self._witness.check(self.check_coverage(), unscaled=self._is_unscaled())
-        before, now = self._scales_before, OnTheWay(self._scales)
-        self._scales_before = OnTheWay()
-        self._check_factors(before.numbers())
+        before, self._scales_before = self._scales_before, None
+        if before is not None:
+            self._check_factors(before.numbers())
+        if not self._scales:
+            return
+        now = OnTheWay(self._scales)
         if self._waits < _FIRST_STEPS or self._scaler is not None:
             self._waits += 1
             self._check_factors(now.numbers())

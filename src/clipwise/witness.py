@@ -78,7 +78,8 @@ class Witness:
         for parameter in parameters:
             seen = self._seen.get(id(parameter))
             if seen is None:
-                self._seen[id(parameter)] = self._first_sight(parameter)
+                if parameter.grad is not None:
+                    self._seen[id(parameter)] = self._first_sight(parameter)
             elif not self._is_as_left(parameter, seen, extra=int(unscaled)):
                 raise self._refusal(parameter)
         if self._must_be_zero:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RAdam, RMSprop, Rprop
+
+from ..structure import holds_numbers_only
 
 KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
 _RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
@@ -21,20 +24,42 @@ def everyone_in(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def numbers_of(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """What its step depends on besides the tensors it is given; None: some of that lies on a device, where reading it would mean to wait."""
-    found: list[Any] = []
-    moving = ("params", "lr") if takes_rates(optimizer) else ("params",)  # what may change without another recording
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if name not in moving:
-                if type(value) not in _NUMBERS:
-                    if not _is_on_host(value):
-                        return None
-                    value = _number(value)
-                found.append((name, value))
-        found.append(len(group["params"]))
-    return tuple(found)
+class Numbers:
+    """What the step of an optimizer depends on besides the tensors it is given."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._moving = ("params", "lr") if takes_rates(optimizer) else ("params",)  # what may change without another recording
+        self._given: list[Any] = []  # when they were last read, with their names, …
+        self._found: tuple[Any, ...] | None = None  # … as this
+        self._are_steady = False  # they are no objects that may change
+
+    def now(self) -> tuple[Any, ...] | None:
+        """None: some of that lies on a device, where reading it would mean to wait."""
+        groups, moving = self._optimizer.param_groups, self._moving
+        given = [one for group in groups for item in group.items() if item[0] not in moving for one in item]
+        given += [len(group["params"]) for group in groups]
+        if not (self._are_steady and len(given) == len(self._given) and all(map(operator.is_, given, self._given))):
+            self._given, self._found = given, self._read()
+            self._are_steady = all(map(_is_steady, given))
+        return self._found
+
+    def _read(self) -> tuple[Any, ...] | None:
+        found: list[Any] = []
+        for group in self._optimizer.param_groups:
+            for name, value in group.items():
+                if name not in self._moving:
+                    if type(value) not in _NUMBERS:
+                        if not _is_on_host(value):
+                            return None
+                        value = _number(value)
+                    found.append((name, value))
+            found.append(len(group["params"]))
+        return tuple(found)
+
+
+def _is_steady(value: Any) -> bool:
+    return type(value) in _NUMBERS or type(value) is str or (type(value) is tuple and holds_numbers_only(value))
 
 
 def _is_on_host(value: Any) -> bool:

@@ -69,7 +69,7 @@ class Leaves:
 
 
 def _may_have_rows(leaf: Any, count: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count and not is_declared_constant(leaf)
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count and not is_declared_constant(leaf)
 
 
 def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
@@ -93,7 +93,7 @@ def to_multiple(rows: int) -> int:
 
 def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:
     """The rows start … stop-1 of every tensor that has rows, filled up with copies of the first of them."""
-    if stop - start == rows and all(not is_one or len(leaf) == rows for leaf, is_one in zip(leaves, has_rows)):
+    if stop - start == rows and all(not is_one or leaf.shape[0] == rows for leaf, is_one in zip(leaves, has_rows)):
         return list(leaves)
     return [_filled(leaf[start:stop], rows) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..clipping import Clipping, is_fixed
 from ..counts import check_count
 from ..experience import experience_of
-from ..inventory import all_modules, as_modules, parameters_of
+from ..inventory import as_modules, numbered_modules, parameters_of
 from ..methods import Clipped
 from ..release import clip
 from ..tape import capture
@@ -47,6 +47,7 @@ class Batch:
     rows: int  # of a part
     inputs: list[Tensor]  # those with one row an example, as they were given
     modules: list[nn.Module]  # of the model, as they are in this step
+    serials: tuple[int, ...]  # by which they are told from others
 
     @property
     def arguments(self) -> Any:
@@ -86,11 +87,11 @@ class GraphSums:
         """`given`: the arguments of step(). Tensors on the host go where the model is."""
         leaves, structure, has_rows = self._leaves.flat(given, count)
         inputs = [leaf for leaf, is_one in zip(leaves, has_rows) if is_one]
-        everyone = all_modules(self._modules)
+        serials, everyone = numbered_modules(self._modules)
         home = next((parameter.device for parameter in parameters_of(everyone)), torch.device("cpu"))
         if home.type != "cpu":
             leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Batch(leaves, structure, has_rows, count, self.rows, inputs, everyone)
+        return Batch(leaves, structure, has_rows, count, self.rows, inputs, everyone, serials)
 
     def remember(self, batch: Batch) -> None:
         """A step was made with this batch."""
@@ -121,6 +122,7 @@ class GraphSums:
             signatures,
             batch.has_rows,
             state.signature,
+            batch.serials,
             surroundings(batch.modules),
             self.clipping,
         )

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kept import own_attributes
+from ..kept import own_names
 from ..numerics import tf32_in_use
-from ..weak import serial_of
 
 _PLAIN = {int, float, bool, str, type(None)}
 _FEW = 64  # entries of a list that are looked at one by one
@@ -25,15 +24,20 @@ def signature_of(leaf: Any) -> Any:
 
 
 def surroundings(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Modules (all of them), their modes, hooks and numbers, the tensors they keep, autocast and TF32."""
-    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-    return tuple(map(_of, modules)), *autocast, tf32_in_use()
-
-
-def _of(module: nn.Module) -> tuple[Any, ...]:
-    hooks = *map(id, module._forward_pre_hooks.values()), None, *map(id, module._forward_hooks.values())
-    values = tuple([(name, value if type(value) in _PLAIN else _value(value)) for name, value in own_attributes(module)])
-    return serial_of(module), module.training, hooks, values
+    """Of modules that are told from others elsewhere, their modes, hooks and numbers, the tensors they keep, autocast and TF32. Asked for in every step."""
+    found: list[Any] = [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cuda")]
+    found += [torch.get_autocast_dtype("cuda"), *tf32_in_use()]
+    for module in modules:
+        attributes = module.__dict__
+        names = own_names(attributes)
+        found += [module.training, names]
+        for name in names:
+            value = attributes[name]
+            found.append(value if type(value) in _PLAIN else _value(value))
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        if before or after:
+            found.append((*map(id, before.values()), None, *map(id, after.values())))
+    return tuple(found)
 
 
 def _value(value: Any) -> Any:

@@ -57,7 +57,7 @@ class State:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return tuple((t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct)
+        return tuple([(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
 
     @cached_property
     def distinct(self) -> list[Tensor]:

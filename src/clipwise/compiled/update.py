@@ -24,10 +24,10 @@ from ..tracing import NotTraceable, can_be_recorded
 from ..updates import Updates, updated_by
 from .optimizers import (
     KNOWN,
+    Numbers,
     everyone_in,
     for_a_graph,
     has_state,
-    numbers_of,
     room_for_rate,
     state_kept,
     steps_beside_parameters,
@@ -94,7 +94,8 @@ class RecordedUpdate:
         self._number = number
         self._updates = updates
         self._in_loop = in_loop
-        self._optimizer = updates.optimizers[number]
+        self._optimizer = optimizer = updates.optimizers[number]
+        self._numbers_of = Numbers(optimizer)
         self._left = _MOST_RECORDINGS
         self._found: dict[Any, _Recorded] = {}
         self._now: _Recorded | None = None
@@ -156,15 +157,15 @@ class RecordedUpdate:
     def _numbers(self) -> tuple[Any, ...] | None:
         """Those of the optimizer, if nobody else listens to its step and all that it does happens on one device; else None."""
         optimizer = self._optimizer
-        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
         everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
         is_wrapped = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if type(optimizer) not in KNOWN or is_wrapped or everywhere or len(hooks) != self._updates.hooks_on_each:
+        if type(optimizer) not in KNOWN or is_wrapped or everywhere or hooks != self._updates.hooks_on_each:
             return None
         devices = {parameter.device for parameter in self._parameters}
         if len(devices) != 1 or not can_be_recorded(next(iter(devices))) or not isinstance(self._updates.randomness, _ON_DEVICE):
             return None
-        return numbers_of(optimizer)
+        return self._numbers_of.now()
 
     def _held(self, sums: Mapping[int, Tensor]) -> list[Tensor]:
         """Parameters, the optimizer's state, sums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Variant:
 
     def fits(self, state: State) -> bool:
         """Whether the model still consists of the same tensors."""
-        return len(state.distinct) == len(self._state) and all(a is b for a, b in zip(state.distinct, self._state))
+        return len(state.distinct) == len(self._state) and all(map(operator.is_, state.distinct, self._state))
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
