@@ -57,13 +57,13 @@ class Trait:
     takes_sizes: bool = False  # integers among the arguments may be sizes of the batch
 
 
-_traits: dict[Callable[..., Any], Trait] = {}
+TRAITS: dict[Callable[..., Any], Trait] = {}  # of functions that were met before
 
 
 def trait_of(func: Callable[..., Any]) -> Trait:
-    trait = _traits.get(func)
+    trait = TRAITS.get(func)
     if trait is None:
-        trait = _traits[func] = _examine(func)
+        trait = TRAITS[func] = _examine(func)
     return trait
 
 

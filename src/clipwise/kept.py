@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,8 +14,6 @@ from .weak import WeakTable
 
 _OWN = set(vars(nn.Module()))  # what every module has
 _MOST = 4096
-_seen: dict[tuple[object, ...], list[str]] = {}
-_own_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 _DEPTH = 3
 _earlier: WeakTable[str] = WeakTable()  # examples of an earlier batch, and where they are kept
 
@@ -22,33 +22,29 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of every plain attribute, also inside lists and dicts."""
     for root in modules:
         for path, module in named_modules(root):
-            attributes = vars(module)
-            for name in _may_hold(attributes):
-                for tensor in tensors_in(attributes[name], _DEPTH):
-                    yield (f"{path}.{name}" if path else name), tensor
+            attributes = module.__dict__
+            for name in own_names(attributes):
+                value = attributes[name]
+                kind: Any = type(value)
+                if _may_hold(kind):
+                    for tensor in tensors_in(value, _DEPTH):
+                        yield (f"{path}.{name}" if path else name), tensor
 
 
-def _may_hold(attributes: dict[str, object]) -> list[str]:
-    """Names of those that may hold tensors: a matter of names and types, which most modules have in common, with themselves a step before at least."""
-    key = (*attributes, *map(type, attributes.values()))
-    names = _seen.get(key)
-    if names is None:
-        if len(_seen) > _MOST:
-            _seen.clear()
-        own = attributes.keys() - _OWN
-        names = _seen[key] = [name for name in attributes if name in own and isinstance(attributes[name], Tensor | list | tuple | dict)]
-    return names
+@lru_cache(_MOST)
+def _may_hold(kind: Any) -> bool:
+    """Whether attributes of this type may hold tensors that are looked for."""
+    return issubclass(kind, Tensor | list | tuple | dict)
 
 
 def own_names(attributes: dict[str, object]) -> tuple[str, ...]:
-    """Of the attributes of a module, those that not every module has."""
-    key = tuple(attributes)
-    names = _own_names.get(key)
-    if names is None:
-        if len(_own_names) > _MOST:
-            _own_names.clear()
-        names = _own_names[key] = tuple([name for name in key if name not in _OWN])
-    return names
+    """Of the attributes of a module, those that not every module has: a matter of names, which most modules have in common with others."""
+    return _not_common(tuple(attributes))
+
+
+@lru_cache(_MOST)
+def _not_common(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([name for name in names if name not in _OWN])
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

@@ -52,11 +52,13 @@ _found: weakref.WeakKeyDictionary[nn.Module, tuple[list[Walk], list[Any], Member
 def members_of(modules: Sequence[nn.Module]) -> Members:
     """Of these modules and those below them, as they are now."""
     walks, roots = map(list, zip(*map(walked, modules)))
-    held = [
-        [(name, id(tensor)) for members in (module._parameters, module._buffers) for name, tensor in members.items()]
-        for root in roots
-        for _, module in root
-    ]
+    held: list[Any] = []  # by whom is told by the walks
+    for root in roots:
+        for _, module in root:
+            parameters, buffers = module._parameters, module._buffers
+            held += [*parameters.keys(), len(buffers), *map(id, parameters.values())]
+            if buffers:
+                held += [*buffers.keys(), *map(id, buffers.values())]
     found = _found.get(modules[0])
     if found is not None and len(found[0]) == len(walks) and all(map(operator.is_, found[0], walks)) and found[1] == held:
         return found[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .marks import CONSTANT, Marks
+from .marks import CONSTANT, EXAMPLE, Marks
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .structure import holds_numbers_only
 from .taps import Slot, slot
@@ -61,19 +61,13 @@ class Recipe:
                 return False
         for place, dims, kind in self._others:
             other = values[place]
-            if not isinstance(other, Tensor) or other.dim() != dims or marks.kind(other) != kind:
+            if type(other) is Tensor and other.requires_grad and id(other) not in marks.noted and id(other) not in marks.state:
+                found: int | None = EXAMPLE  # like most tensors that a model computes with
+            else:
+                found = marks.kind(other) if isinstance(other, Tensor) else None
+            if found != kind or other.dim() != dims:
                 return False
         return True
-
-    def upstream(self, use: Use) -> list[Any]:
-        """As Use.upstream."""
-        values = use.values
-        return [values[place].grad_fn for place in self.others if values[place].requires_grad]
-
-    def kept(self, use: Use) -> tuple[Tensor, ...]:
-        """The tensors that the rule reads."""
-        values = use.values
-        return tuple([values[place] for place in self.read])
 
 
 class Recipes:
@@ -83,10 +77,9 @@ class Recipes:
         self.labels = labels
         self._made: dict[tuple[Any, int], Recipe] = {}
 
-    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> Recipe | None:
-        """The recipe for this call, if it was made like this before."""
+    def find(self, func: Any, values: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> Recipe | None:
+        """The recipe for a call with these values, of which the last have names, if it was made like this before."""
         rule = RULES[func]
-        values = (*args, *kwargs.values()) if kwargs else args
         if len(values) <= rule.known_by or func in REWRITES or func in SPREADS or func in INSIDE:  # which look at each call anew
             return None
         recipe = self._made.get((func, id(values[rule.known_by])))

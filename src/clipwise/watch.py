@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from .derived import needs_autograd
 from .errors import Refusal, UncoveredUse
-from .functions import Trait, full_name, is_open, opened, trait_of, written_by
+from .functions import TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
 from .precision import as_autocast_rounds
 from .program import ProgramCall
-from .recipes import Recipe, each_weight_once, recorded_call
+from .recipes import each_weight_once, recorded_call
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
@@ -40,7 +40,7 @@ class Watch(TorchFunctionMode):
         self._said: list[Any] = []  # what the trail took in of the last call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        trait = trait_of(func)
+        trait = TRAITS.get(func) or trait_of(func)
         if kwargs is None:
             kwargs = {}
         tape = self.tape
@@ -51,10 +51,10 @@ class Watch(TorchFunctionMode):
                 return opened(func)(*args, **kwargs)
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
-        recipe = self._recipe(func, args, kwargs) if func in RULES else None
-        if recipe is not None:
-            tape.trail = hash((tape.trail, *recipe.said))
-            return self._tap_output(Use(func, args, kwargs, recipe.recorded.tracked), recipe.rule, recipe)
+        if func in RULES:
+            tapped = self._tapped_again(func, trait, args, kwargs)
+            if tapped is not None:
+                return tapped
         tracked: list[Tensor] = []
         said: list[Any] = [tape.trail, trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
@@ -84,12 +84,37 @@ class Watch(TorchFunctionMode):
         except Refusal as refusal:
             return self._refused(refusal, tracked, func, args, kwargs)
 
-    def _recipe(self, func: Any, args: Any, kwargs: Any) -> Recipe | None:
-        """For a call that was made in a step before, and where nothing would be refused."""
-        tape = self.tape
-        if tape.refusals is not None or tape.marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    def _tapped_again(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Tensor | None:
+        """The output of a call like one in a step before, behind a tap, by its recipe; None where there is none, or where something may be refused."""
+        tape, marks = self.tape, self.tape.marks
+        if tape.refusals is not None or marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        return tape.recipes.find(func, args, kwargs, tape.marks)
+        values = (*args, *kwargs.values()) if kwargs else args
+        recipe = tape.recipes.find(func, values, kwargs, marks)
+        if recipe is None:
+            return None
+        tape.trail = hash((tape.trail, *recipe.said))
+        upstream = [node for place in recipe.others if (node := values[place].grad_fn) is not None]
+        if recipe.rule.is_product and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            called = as_autocast_rounds(Use(func, args, kwargs, recipe.recorded.tracked), marks, recipe.others)
+            output, values = func(*called.args, **called.kwargs), called.values
+        else:
+            output = func(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise self.refusal(Use(func, args, kwargs, recipe.recorded.tracked), one_tensor=False)
+        if not output.requires_grad:
+            return output
+        if output.is_complex():
+            raise self._complex(Use(func, args, kwargs, recipe.recorded.tracked))
+        if tape.uses is not None:
+            self._note_use(recipe.recorded, recipe.rule)
+        output = self._behind_tap(
+            output, recipe.recorded, recipe.rule, recipe.row_axes, recipe.labels, recipe.parameters,
+            tuple([values[place] for place in recipe.read]), upstream,
+        )  # fmt: skip
+        if not tape.depth:
+            self.note(func, trait, args, kwargs, output)
+        return output
 
     def _refused(self, refusal: Refusal, tracked: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """Where refusals are only listed (`check`), the call runs as it would without a tape."""
@@ -243,54 +268,63 @@ class Watch(TorchFunctionMode):
         self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, output)
         return output
 
-    def _tap_output(self, use: Use, rule: Rule, recipe: Recipe | None = None) -> Any:
+    def _tap_output(self, use: Use, rule: Rule) -> Any:
         marks = self.tape.marks
-        if recipe is None and len(set(map(id, use.tracked))) < len(use.tracked):
+        if len(set(map(id, use.tracked))) < len(use.tracked):
             use = each_weight_once(use, marks)
-        upstream = use.upstream() if recipe is None else recipe.upstream(use)
-        called = as_autocast_rounds(use, marks, None if recipe is None else recipe.others) if rule.is_product else use
+        upstream = use.upstream()
+        called = as_autocast_rounds(use, marks) if rule.is_product else use
         output = use.func(*called.args, **called.kwargs)
         if not isinstance(output, Tensor):
             raise self.refusal(use, one_tensor=False)
         if not output.requires_grad:
             return output
-        if recipe is None:
-            self.tape.recipes.add(called, rule, self._said[1:], output.dim(), marks)
-        output = self.insert_tap(output, called, rule, upstream, recipe)
+        self.tape.recipes.add(called, rule, self._said[1:], output.dim(), marks)
+        output = self.insert_tap(output, called, rule, upstream)
         if not self.tape.depth:
             self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
         return output
 
     def insert_tap(
-        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], recipe: Recipe | None = None, *,
-        local: Tensor | None = None, deposit: Deposit | None = None,
+        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
     ) -> Tensor:  # fmt: skip
-        """`output` behind a tap that remembers the call, by its recipe where there is one.
+        """`output` behind a tap that remembers the call.
 
         `local` is the output to differentiate, where no rule does. With a `deposit`, that is where the rule's tensors come from.
         """
         tape, marks = self.tape, self.tape.marks
-        if output.is_complex() or (recipe is None and any(weight.is_complex() for weight in use.tracked)):
-            raise self._not_covered(use, "takes part in complex arithmetic")
-        if recipe is None:
-            (recorded, kept), row_axes = recorded_call(use, rule, marks), rule.row_axes(use, output.dim())
-            labels, parameters = [marks.labels.get(id(weight)) for weight in use.tracked], marks.keys_of(use.tracked)
-            needs_graph = local is not None or any(needs_autograd(weight, marks) for weight in use.tracked)
-            tape.needs_graph = tape.needs_graph or needs_graph
-        else:
-            recorded, kept, row_axes = recipe.recorded, recipe.kept(use), recipe.row_axes
-            labels, parameters = recipe.labels, recipe.parameters
+        if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
+            raise self._complex(use)
+        recorded, kept = recorded_call(use, rule, marks)
+        labels, parameters = [marks.labels.get(id(weight)) for weight in use.tracked], marks.keys_of(use.tracked)
+        needs_graph = local is not None or any(needs_autograd(weight, marks) for weight in use.tracked)
+        tape.needs_graph = tape.needs_graph or needs_graph
+        if tape.uses is not None:
+            self._note_use(use, rule)
+        row_axes = rule.row_axes(use, output.dim())
+        return self._behind_tap(output, recorded, rule, row_axes, labels, parameters, kept if deposit is None else deposit, upstream, local)
+
+    def _complex(self, use: Use) -> UncoveredUse:
+        return self._not_covered(use, "takes part in complex arithmetic")
+
+    def _note_use(self, use: Use, rule: Rule) -> None:
+        assert self.tape.uses is not None
+        for name in self.tape.marks.names_of(use.tracked):
+            self.tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
+
+    def _behind_tap(
+        self, output: Tensor, recorded: Use, rule: Rule, row_axes: tuple[int, ...], labels: list[Any], parameters: list[int],
+        kept: tuple[Tensor, ...] | Deposit, upstream: list[Any], local: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        tape = self.tape
         for parameter in parameters:
             tape.taps_of[parameter] += 1
         key = tape.trail = hash((tape.trail, output.dim(), *labels))
-        if tape.uses is not None:
-            for name in marks.names_of(use.tracked):
-                tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
         tape.computes_again = tape.computes_again or has_saving_hooks()
-        hands_over = None if deposit is not None else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
+        hands_over = None if isinstance(kept, Deposit) else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
         record = Record(recorded, rule, row_axes, key, tape.switch, upstream, local, hands_over)
         tape.created[key] = output.shape
         tape.taps.append(weakref.ref(record))
         tape.reaching += output.nbytes
-        tapped: Tensor = applied(Tap, output, tape.anchor, record, kept if deposit is None else deposit)
+        tapped: Tensor = applied(Tap, output, tape.anchor, record, kept)
         return tapped
