@@ -1,5 +1,7 @@
 """The same exactness on a GPU, where autograd runs on threads of its own. Skipped where there is none."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,15 +238,56 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name, backend):
 def test_recorded_optimizers_give_the_numbers_of_eager_ones(name):
     """With a learning rate that moves, in draws that take several rounds."""
     from test_compiled import RECORDS, built, train
-    from test_recorded import MLP, OPTIMIZERS
+    from test_recorded import MLP, OPTIMIZERS, trained_eagerly
 
     optimizer = OPTIMIZERS.get(name, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
     schedulers = {}
     after = lambda one: schedulers.setdefault(id(one), torch.optim.lr_scheduler.StepLR(one, 4, 0.5)).step()
     x = examples(RECORDS, 4).cuda()
-    expected, _, _ = train(built(MLP).cuda(), x, compiled=False, steps=14, optimizer=optimizer, after=after)
+    expected = trained_eagerly(built(MLP).cuda(), x, steps=14, optimizer=optimizer, after=after)
     found, step, _ = train(built(MLP).cuda(), x, rows=7, steps=14, optimizer=optimizer, after=after)
     assert step._recorded[0]._found and float((found - expected).norm()) <= 1e-6 * float(expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "groups", "fused"])
+@pytest.mark.filterwarnings("ignore")
+def test_recorded_optimizers_of_a_loop_give_the_numbers_of_eager_ones(name, dtype):
+    """Noise included; with a learning rate that moves."""
+    from test_compiled import RECORDS, built, train
+    from test_recorded import MLP, OPTIMIZERS, trained_eagerly
+
+    optimizer = OPTIMIZERS.get(name, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
+    schedulers = {}
+    after = lambda one: schedulers.setdefault(id(one), torch.optim.lr_scheduler.StepLR(one, 4, 0.5)).step()
+    losses_of = lambda model, x, y: F.cross_entropy(model(x).double(), y, reduction="none")
+    x, options = examples(RECORDS, 4).cuda().to(dtype), dict(steps=24, optimizer=optimizer, after=after, losses_of=losses_of)
+    expected = trained_eagerly(built(MLP).cuda().to(dtype), x, **options)
+    found, _, private = train(built(MLP).cuda().to(dtype), x, compiled=False, **options)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+    update = private._in_loop[0]._update
+    assert update is not None and update._found, "noise and optimizer are replayed"
+    private.close()
+
+
+def test_noise_of_a_replayed_update_is_new_every_time_and_of_the_right_size():
+    """After a step p.grad is what was released, whether or not it was replayed."""
+    private, model, optimizer, losses = cuda_training(noise=Fast())
+    found = []
+    for _ in range(17):
+        torch.cuda.manual_seed(0)
+        private.loss(losses()).backward()
+        sums = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        found.append(torch.cat([((p.grad * 10 - total) / (1.3 * 0.7)).flatten() for p, total in zip(model.parameters(), sums)]).double())
+        optimizer.zero_grad()
+    assert private._in_loop[0]._update._found
+    values = torch.stack(found).cpu()
+    assert abs(float(values.square().mean()) - 1) < 5 * (2 / values.numel()) ** 0.5
+    for one, other in itertools.pairwise(values):
+        assert abs(float((one * other).mean())) < 6 / values.shape[1] ** 0.5
+    private.close()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -147,3 +147,21 @@ def test_rounded_once_to_the_parameters_type(dtype):
     [found] = noised([total], [parameter], deviation=0.5, divisor=7.0, randomness=Reproducible(1), purpose="noise", step=2)
     exact = (total.double() + 0.5 * Reproducible(1).gaussians(1000, "noise 0", 2, CPU)) / 7.0
     assert found.dtype == dtype and torch.equal(found, exact.to(dtype))
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 12), (8, 3, 12)], ids=["aligned", "not aligned"])
+def test_what_is_released_has_a_version_of_its_own_and_no_sum_is_touched(sizes):
+    """By versions a gradient that somebody changes is told from others. A step that fails may be tried again with the same sums."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    sums = [torch.full((size,), 4.0) for size in sizes]
+    found = noised(sums, parameters, deviation=1.0, divisor=2.0, randomness=Reproducible(1), purpose="noise", step=0)
+    one_by_one = [
+        noised([total], [parameter], deviation=0.0, divisor=2.0, randomness=Reproducible(1), purpose="noise", step=0)[0]
+        for total, parameter in zip(sums, parameters)
+    ]
+    assert all(bool((total == 4).all()) for total in sums) and all(bool((alone == 2).all()) for alone in one_by_one)
+    before = [(gradient.clone(), gradient._version) for gradient in found]
+    found[1].add_(1)
+    for gradient, (value, version), is_other in zip(found, before, (True, False, True)):
+        assert (gradient._version == version and torch.equal(gradient, value)) == is_other
+        assert not gradient._is_view()

@@ -14,6 +14,7 @@ from .numerics import accumulation_dtype, number_on
 from .randomness import Randomness, Seeded
 
 _MOST_BY_KERNEL = 2**31  # numbers from one seed
+_ALIGNED = 16  # bytes that kernels read and write at once
 _CHUNK = 2**24  # numbers that are drawn at once: few kernels for many small parameters, little memory for large ones
 
 
@@ -33,7 +34,8 @@ def noised(
             sizes = [parameters[place].numel() for place in places]
             mine = [_sum_of(sums[place], parameters[place]) for place in places]
             total = _side_by_side(mine, sum(sizes)) if in_place else _flatten(mine)
-            over = total if in_place and total.dtype == first.dtype else None
+            is_ours = in_place or len(mine) > 1  # and no tensor that somebody gave us
+            over = total if is_ours and total.dtype == first.dtype else None
             draw = _purpose(purpose, number), step
             if _is_drawn_by_kernel(first, sum(sizes)) and isinstance(randomness, Seeded):
                 over = torch.empty_like(total, dtype=first.dtype) if over is None else over
@@ -43,11 +45,18 @@ def noised(
                 noisy = normals.add_(total, alpha=1 / divisor)
                 noisy = noisy.to(first.dtype) if over is None else over.copy_(noisy)
             parts = _unflatten(noisy, [parameters[place] for place in places])
-            separate = torch._foreach_add(parts, 0.0) if apart and len(parts) > 1 else parts
+            separate = _apart(parts) if apart and len(parts) > 1 else parts
             for place, gradient in zip(places, separate):
                 parameter = parameters[place]
                 found[place] = gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
     return found
+
+
+def _apart(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """With a version counter each: where the memory of each begins as kernels like it, a tensor of its own there, else a copy."""
+    if all(part.data_ptr() % _ALIGNED == 0 for part in parts):
+        return [part.data for part in parts]
+    return torch._foreach_add(parts, 0.0)
 
 
 def _sum_of(total: Tensor | None, parameter: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class UpdateInLoop:
         self._number = number
         self._updates = updates
         self._steps = 0
+        self._has_room = True
         self._update: RecordedUpdate | None = None
         self._parameters: list[Tensor] = []  # those that there is room for, …
         self._room: list[Tensor] = []  # … and where a replay finds their sums
@@ -36,7 +37,12 @@ class UpdateInLoop:
         """Whether `release` may be called in this step; else it is to be made eagerly."""
         parameters, device = updated_by(self._updates.optimizers[self._number]), self._updates.device_of(self._number)
         self._steps += 1
-        if self._steps < _PATIENCE or self._updates.has_scaler or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if (
+            self._steps < _PATIENCE
+            or not self._has_room
+            or self._updates.has_scaler
+            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):
             return False
         if not self._fits(parameters) and not self._make_room(parameters, device):
             return False
@@ -50,13 +56,13 @@ class UpdateInLoop:
         )
 
     def _make_room(self, parameters: list[Tensor], device: torch.device) -> bool:
-        """Where that takes little of the memory."""
+        """Where that takes little of the memory; if not, it is not asked for again."""
         self._parameters, self._room = [], []
         needed = sum(parameter.numel() * accumulation_dtype(parameter.dtype).itemsize for parameter in parameters)
-        if needed > room_for_update(device) or any(parameter.device != device for parameter in parameters):
-            return False
-        self._parameters, self._room = parameters, room_for_sums(parameters)
-        return True
+        self._has_room = needed <= room_for_update(device) and all(parameter.device == device for parameter in parameters)
+        if self._has_room:
+            self._parameters, self._room = parameters, room_for_sums(parameters)
+        return self._has_room
 
     def release(
         self, number: int, optimizer: Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
