@@ -52,7 +52,7 @@ def noised(
     return found
 
 
-def _apart(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _apart(parts: tuple[Tensor, ...]) -> Sequence[Tensor]:
     """With a version counter each: where the memory of each begins as kernels like it, a tensor of its own there, else a copy."""
     if all(part.data_ptr() % _ALIGNED == 0 for part in parts):
         return [part.data for part in parts]

@@ -21,7 +21,13 @@ ROOM = 64  # calls that a block without an end may note before it looks which of
 
 def dtypes_of_autocast() -> dict[str, torch.dtype]:
     """{device: the precision that autocast multiplies in}, where it is on."""
+    if not is_autocast_on():
+        return {}
     return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+
+
+def is_autocast_on() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,9 @@ def leading_to(calls: list[ProgramCall], targets: list[Tensor]) -> list[ProgramC
     wanted = {id(target) for target in targets}
     needed = []
     for call in reversed(calls):
-        if any(id(tensor) in wanted for tensor in every_tensor(call.result)):
+        if not wanted.isdisjoint(map(id, every_tensor(call.result))):
             needed.append(call)
-            wanted.update(id(tensor) for tensor in every_tensor([call.args, call.kwargs]))
+            wanted.update(map(id, every_tensor([call.args, call.kwargs])))
     return needed[::-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -14,13 +14,19 @@ from torch.nn.utils.rnn import PackedSequence
 _DEPTH = 6
 
 
-def every_tensor(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def every_tensor(value: Any, depth: int = _DEPTH) -> list[Tensor]:
     """The tensors in `value`, in a fixed order."""
+    found: list[Tensor] = []
+    _add_tensors(value, depth, found)
+    return found
+
+
+def _add_tensors(value: Any, depth: int, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
-    elif depth:
+        found.append(value)
+    elif depth and type(value) not in _PLAIN:
         for item in _items(value):
-            yield from every_tensor(item, depth - 1)
+            _add_tensors(item, depth - 1, found)
 
 
 def row_numbers(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
@@ -66,6 +72,7 @@ def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
 
 
 _NUMBERS = frozenset({int, bool, float, type(None)})
+_PLAIN = _NUMBERS | {str}
 
 
 def holds_numbers_only(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -86,10 +93,9 @@ def _is_container(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Enum | ModuleType) and not callable(value)
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, list | tuple):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif _is_container(value):
-        yield from vars(value).values()
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if _is_container(value) else ()

@@ -18,7 +18,7 @@ from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
 from .precision import as_autocast_rounds
-from .program import ProgramCall
+from .program import ProgramCall, is_autocast_on
 from .recipes import each_weight_once, recorded_call
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
@@ -95,7 +95,7 @@ class Watch(TorchFunctionMode):
             return None
         tape.trail = hash((tape.trail, *recipe.said))
         upstream = [node for place in recipe.others if (node := values[place].grad_fn) is not None]
-        if recipe.rule.is_product and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        if recipe.rule.is_product and is_autocast_on():
             called = as_autocast_rounds(Use(func, args, kwargs, recipe.recorded.tracked), marks, recipe.others)
             output, values = func(*called.args, **called.kwargs), called.values
         else:

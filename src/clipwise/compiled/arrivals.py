@@ -45,6 +45,11 @@ def essence(record: Record, marks: Marks) -> tuple[Any, ...]:
     return record.key, id(record.rule), id(record.use.func), args, kwargs, paths
 
 
+def weight_shapes(marks: Marks) -> list[tuple[torch.Size, torch.dtype]]:
+    """Of the parameters: what essences tell besides the call itself, which may be the same object as in a step before."""
+    return [(parameter.shape, parameter.dtype) for parameter in marks.parameters.values()]
+
+
 def example_slots(record: Record) -> set[int]:
     """Which of the tensors that a tap kept hold example data."""
     found: set[int] = set()

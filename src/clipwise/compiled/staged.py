@@ -29,7 +29,7 @@ from ..tape import Tape
 from ..taps import Record
 from ..tracing import NotTraceable
 from .agreement import coarsest
-from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, with_row_numbers
+from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, weight_shapes, with_row_numbers
 from .in_place import Room
 from .rows import mask, nobodys
 from .stages import Running, Stages
@@ -108,7 +108,7 @@ class Staged:
         self._like = [tap.like for tap in noted]
         self._essences = {tap.record.key: essence(tap.record, tape.marks) for tap in noted}
         self._calls = {tap.record.key: weakref.ref(tap.record.use) for tap in noted}  # those that recipes hold come again
-        self._weights = _shapes(tape.marks)
+        self._weights = weight_shapes(tape.marks)
         self._hands_over = {tap.record.key: tap.record.hands_over for tap in noted}
         self._place = {tap.record.key: number for number, tap in enumerate(noted)}
         self._losses = Like.of(losses)
@@ -127,7 +127,7 @@ class Staged:
     def fits(self, tape: Tape, losses: Tensor, layouts: dict[int, Layout]) -> bool:
         """Whether the taps behind these losses are those that were traced, with the examples where they were. Asked before the backward pass."""
         records = [record for tap in tape.taps if (record := tap()) is not None and record.key in self._place]
-        if len(records) != len(self._place) or Like.of(losses) != self._losses or _shapes(tape.marks) != self._weights:
+        if len(records) != len(self._place) or Like.of(losses) != self._losses or weight_shapes(tape.marks) != self._weights:
             return False
         try:
             return all(
@@ -181,11 +181,6 @@ class Staged:
             self._give(running, arrival)
         found, expected = self._finished(running, other_losses, bound), eagerly(others, other_losses)
         return are_same(found, expected, self._precision)
-
-
-def _shapes(marks: Marks) -> list[tuple[torch.Size, torch.dtype]]:
-    """Of the parameters; of other weights, essences tell them."""
-    return [(parameter.shape, parameter.dtype) for parameter in marks.parameters.values()]
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ copied to where the graph reads it. A batch with fewer rows than the graph has l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from ..passes import Arrival
 from ..tape import Tape
 from ..tracing import NotTraceable
 from .agreement import coarsest
-from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots
+from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, weight_shapes
 from .recording import alike, recorded
 from .rows import mask, nobodys
 from .trace import graph_of
@@ -69,6 +70,8 @@ class Tail:
             raise NotTraceable("it lies on several devices.")
         self._layouts = list(layouts)
         self._essences = [essence(record, tape.marks) for record, _, _ in arrivals]
+        self._calls = [weakref.ref(record.use) for record, _, _ in arrivals]  # those that recipes hold come again
+        self._weights = weight_shapes(tape.marks)
         self._like = [(tensor.dtype, tensor.device) for tensor in tensors]
         self._alike = alike({place: dtype for place, (dtype, _) in enumerate(self._like)})
         each = [
@@ -105,7 +108,14 @@ class Tail:
         if not all(tensor.shape == view.shape and kind == (tensor.dtype, tensor.device) for tensor, view, kind in like):
             return False
         try:
-            return self._layouts == list(layouts) and self._essences == [essence(record, marks) for record, _, _ in arrivals]
+            return (
+                self._layouts == list(layouts)
+                and self._weights == weight_shapes(marks)
+                and all(
+                    (record.key == mine[0] and record.use is call()) or essence(record, marks) == mine
+                    for (record, _, _), mine, call in zip(arrivals, self._essences, self._calls)
+                )
+            )
         except NotTraceable:
             return False
 
