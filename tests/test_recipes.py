@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from clipwise import recipes, watch
+from clipwise import recipes, tapping
 from clipwise.experience import experience_of
 from clipwise.registry import REWRITES, RULES
 from clipwise.tape import Tape
@@ -35,7 +35,7 @@ def worked_out(monkeypatch):
         return recorded_call(use, rule, marks)
 
     recorded_call = recipes.recorded_call
-    monkeypatch.setattr(watch, "recorded_call", noting)
+    monkeypatch.setattr(tapping, "recorded_call", noting)
 
     def count():
         found, seen[:] = len(seen), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -60,11 +60,6 @@ def walked(root: nn.Module) -> tuple[Walk, list[tuple[str, nn.Module]]]:
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """As root.named_modules()."""
     return walked(root)[1]
-
-
-def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Those that these modules hold themselves; a tied one as often as it is held."""
-    return (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
 
 
 def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

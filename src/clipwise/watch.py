@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,20 +10,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from .derived import needs_autograd
 from .errors import Refusal, UncoveredUse
 from .functions import TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
 from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
-from .precision import as_autocast_rounds
-from .program import ProgramCall, is_autocast_on
-from .recipes import each_weight_once, recorded_call
+from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
-from .taps import Deposit, Record, Tap, applied, has_saving_hooks
+from .tapping import insert_tap, no_rule, not_covered, tapped, tapped_again
+from .taps import Deposit
 from .trail import SMALL, as_number, told_apart
 
 if TYPE_CHECKING:
@@ -52,9 +49,9 @@ class Watch(TorchFunctionMode):
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
         if func in RULES:
-            tapped = self._tapped_again(func, trait, args, kwargs)
-            if tapped is not None:
-                return tapped
+            found = tapped_again(tape, func, args, kwargs)
+            if found is not None:
+                return self._noted(func, trait, args, kwargs, found)
         tracked: list[Tensor] = []
         said: list[Any] = [tape.trail, trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
@@ -83,38 +80,6 @@ class Watch(TorchFunctionMode):
             return self._on_both(func, trait, args, kwargs, tracked)
         except Refusal as refusal:
             return self._refused(refusal, tracked, func, args, kwargs)
-
-    def _tapped_again(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Tensor | None:
-        """The output of a call like one in a step before, behind a tap, by its recipe; None where there is none, or where something may be refused."""
-        tape, marks = self.tape, self.tape.marks
-        if tape.refusals is not None or marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return None
-        values = (*args, *kwargs.values()) if kwargs else args
-        recipe = tape.recipes.find(func, values, kwargs, marks)
-        if recipe is None:
-            return None
-        tape.trail = hash((tape.trail, *recipe.said))
-        upstream = [node for place in recipe.others if (node := values[place].grad_fn) is not None]
-        if recipe.rule.is_product and is_autocast_on():
-            called = as_autocast_rounds(Use(func, args, kwargs, recipe.recorded.tracked), marks, recipe.others)
-            output, values = func(*called.args, **called.kwargs), called.values
-        else:
-            output = func(*args, **kwargs)
-        if not isinstance(output, Tensor):
-            raise self.refusal(Use(func, args, kwargs, recipe.recorded.tracked), one_tensor=False)
-        if not output.requires_grad:
-            return output
-        if output.is_complex():
-            raise self._complex(Use(func, args, kwargs, recipe.recorded.tracked))
-        if tape.uses is not None:
-            self._note_use(recipe.recorded, recipe.rule)
-        output = self._behind_tap(
-            output, recipe.recorded, recipe.rule, recipe.row_axes, recipe.labels, recipe.parameters,
-            tuple([values[place] for place in recipe.read]), upstream,
-        )  # fmt: skip
-        if not tape.depth:
-            self.note(func, trait, args, kwargs, output)
-        return output
 
     def _refused(self, refusal: Refusal, tracked: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """Where refusals are only listed (`check`), the call runs as it would without a tape."""
@@ -187,6 +152,12 @@ class Watch(TorchFunctionMode):
             if len(tape.program) > tape.room:
                 tape.tidy()
 
+    def _noted(self, func: Any, trait: Trait, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """The output of a call that has a tap."""
+        if not self.tape.depth and output.requires_grad:
+            self.note(func, trait, args, kwargs, output)
+        return output
+
     def _on_weights(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         result = func(*args, **kwargs)
         marks = self.tape.marks
@@ -212,7 +183,7 @@ class Watch(TorchFunctionMode):
                 return result
         use, tape_marks = Use(func, args, kwargs, tracked), self.tape.marks
         if torch._C._are_functorch_transforms_active():
-            raise self._not_covered(use, "is used inside a torch.func transform (vmap, grad …)")
+            raise not_covered(use, tape_marks, "is used inside a torch.func transform (vmap, grad …)")
         if func in INSIDE:
             with self:
                 return INSIDE[func](self, use)
@@ -227,7 +198,7 @@ class Watch(TorchFunctionMode):
                 "Put the pieces together without writing in place (torch.cat, torch.where), or freeze the parameter.",
             )
         if func in RULES:
-            return self._tap_output(use, RULES[func])
+            return self._noted(func, trait, args, kwargs, tapped(self.tape, use, RULES[func], self._said[1:]))
         if is_open(func):
             with self:
                 return opened(func)(*args, **kwargs)
@@ -236,95 +207,22 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):
             return result
-        raise self.refusal(use, one_tensor=isinstance(result, Tensor))
+        raise no_rule(use, tape_marks, one_tensor=isinstance(result, Tensor))
 
     def refusal(self, use: Use, *, one_tensor: bool) -> UncoveredUse:
-        """No rule for this call. Rules, and the fallback, speak of functions that return one tensor."""
-        marks, function = self.tape.marks, full_name(use.func)
-        names = marks.describe(use.tracked)
-        what = f"{names} {'are' if ', ' in names else 'is'} used by {function}, which has no rule{marks.where(use.tracked)}."
-        if not one_tensor:
-            return UncoveredUse(
-                what, f"It returns several tensors: write it with simpler calls, @clipwise.rewrite({function}), or freeze it."
-            )
-        return UncoveredUse(
-            what,
-            f"Register one with @clipwise.rule({function}), freeze the parameter, or pass fallback=True to differentiate that call "
-            "example by example (slower).",
-        )
+        """For functions that run another way under the tape."""
+        return no_rule(use, self.tape.marks, one_tensor=one_tensor)
 
-    def _not_covered(self, use: Use, how: str) -> UncoveredUse:
-        marks = self.tape.marks
-        return UncoveredUse(
-            f"{marks.describe(use.tracked)} {how}, at {full_name(use.func)}{marks.where(use.tracked)}.",
-            "That is not covered: write it with real numbers and whole batches, or freeze the parameter.",
-        )
+    def insert_tap(
+        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
+    ) -> Tensor:  # fmt: skip
+        """For functions that run another way under the tape, and have taps of their own."""
+        return insert_tap(self.tape, output, use, rule, upstream, local=local, deposit=deposit)
 
     def tap_weight(self, weight: Tensor, shape: torch.Size | None = None) -> Tensor:
         """`weight`, expanded to `shape`, behind a tap of its own; from here on it counts as example data."""
         expanded = weight if shape is None or shape == weight.shape else weight.expand(shape)
         use = Use(torch.Tensor.expand, (weight,), {}, [weight])
-        output = self.insert_tap(expanded, use, spread_rule, upstream=[])
+        output = insert_tap(self.tape, expanded, use, spread_rule, upstream=[])
         self.note(torch.Tensor.expand, trait_of(torch.Tensor.expand), (weight, expanded.shape), {}, output)
         return output
-
-    def _tap_output(self, use: Use, rule: Rule) -> Any:
-        marks = self.tape.marks
-        if len(set(map(id, use.tracked))) < len(use.tracked):
-            use = each_weight_once(use, marks)
-        upstream = use.upstream()
-        called = as_autocast_rounds(use, marks) if rule.is_product else use
-        output = use.func(*called.args, **called.kwargs)
-        if not isinstance(output, Tensor):
-            raise self.refusal(use, one_tensor=False)
-        if not output.requires_grad:
-            return output
-        self.tape.recipes.add(called, rule, self._said[1:], output.dim(), marks)
-        output = self.insert_tap(output, called, rule, upstream)
-        if not self.tape.depth:
-            self.note(use.func, trait_of(use.func), use.args, use.kwargs, output)
-        return output
-
-    def insert_tap(
-        self, output: Tensor, use: Use, rule: Rule, upstream: list[Any], *, local: Tensor | None = None, deposit: Deposit | None = None
-    ) -> Tensor:  # fmt: skip
-        """`output` behind a tap that remembers the call.
-
-        `local` is the output to differentiate, where no rule does. With a `deposit`, that is where the rule's tensors come from.
-        """
-        tape, marks = self.tape, self.tape.marks
-        if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
-            raise self._complex(use)
-        recorded, kept = recorded_call(use, rule, marks)
-        labels, parameters = [marks.labels.get(id(weight)) for weight in use.tracked], marks.keys_of(use.tracked)
-        needs_graph = local is not None or any(needs_autograd(weight, marks) for weight in use.tracked)
-        tape.needs_graph = tape.needs_graph or needs_graph
-        if tape.uses is not None:
-            self._note_use(use, rule)
-        row_axes = rule.row_axes(use, output.dim())
-        return self._behind_tap(output, recorded, rule, row_axes, labels, parameters, kept if deposit is None else deposit, upstream, local)
-
-    def _complex(self, use: Use) -> UncoveredUse:
-        return self._not_covered(use, "takes part in complex arithmetic")
-
-    def _note_use(self, use: Use, rule: Rule) -> None:
-        assert self.tape.uses is not None
-        for name in self.tape.marks.names_of(use.tracked):
-            self.tape.uses.setdefault(name, []).append("entry by entry" if rule is spread_rule else trait_of(use.func).name)
-
-    def _behind_tap(
-        self, output: Tensor, recorded: Use, rule: Rule, row_axes: tuple[int, ...], labels: list[Any], parameters: list[int],
-        kept: tuple[Tensor, ...] | Deposit, upstream: list[Any], local: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        tape = self.tape
-        for parameter in parameters:
-            tape.taps_of[parameter] += 1
-        key = tape.trail = hash((tape.trail, output.dim(), *labels))
-        tape.computes_again = tape.computes_again or has_saving_hooks()
-        hands_over = None if isinstance(kept, Deposit) else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
-        record = Record(recorded, rule, row_axes, key, tape.switch, upstream, local, hands_over)
-        tape.created[key] = output.shape
-        tape.taps.append(weakref.ref(record))
-        tape.reaching += output.nbytes
-        tapped: Tensor = applied(Tap, output, tape.anchor, record, kept)
-        return tapped

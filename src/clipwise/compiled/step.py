@@ -46,13 +46,14 @@ class CompiledStep:
             )
         self._intake.block.close()  # what ran before this step has nothing to do with it
         batch = self.graphs.batch(given, self._intake.rows_due(list(every_tensor(given))))
-        self.graphs.clipping = self._clipping
+        self.graphs.clipping = clipping = self._clipping
         with self._intake.block.asleep():
             variant = None if self._intake.draws.is_placeholder else self.graphs.due(batch)
         if variant is None:
             self._eager_step(batch)
         else:
-            self._intake.hand_in(self.graphs.clipped(variant, batch, self._bound), variant.parameters, batch.inputs)
+            bound = self._training.clipping.sensitivity / clipping.sensitivity
+            self._intake.hand_in(self.graphs.clipped(variant, batch, bound), variant.parameters, batch.inputs)
         for number, (optimizer, update) in enumerate(zip(self._updates.optimizers, self._recorded)):
             if variant is not None and not self._training.has_regularizers and update.is_ready(self._intake.pending.sums):
                 self._training.take_step(number, optimizer, update.release)
@@ -66,10 +67,6 @@ class CompiledStep:
         """What the graph clips by. A bound that moves is an input of the graph, which then clips to one."""
         planned = self._training.plan.clipping
         return planned.at(1.0) if isinstance(planned, Adaptive) else self._training.clipping
-
-    @property
-    def _bound(self) -> float:
-        return self._training.clipping.sensitivity / self._clipping.sensitivity
 
     def _eager_step(self, batch: Batch) -> None:
         self._intake.block.begin()  # the graph is traced from here on too

@@ -32,6 +32,7 @@ class Variant:
     _state: list[Tensor]  # parameters and buffers when it was made
     _rows: int
     _device: torch.device
+    _last_bound: list[tuple[float, Tensor]]
 
     @classmethod
     def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str) -> Variant:
@@ -43,7 +44,8 @@ class Variant:
             if can_be_recorded(device):
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
-        return cls(traced, coarsest(traced.graph, device), parameters, run, tensors, len(batch_and_mask[-1]), device)
+        last_bound = [(1.0, number_on(device, 1.0))]
+        return cls(traced, coarsest(traced.graph, device), parameters, run, tensors, len(batch_and_mask[-1]), device, last_bound)
 
     @property
     def names(self) -> list[str]:
@@ -55,11 +57,19 @@ class Variant:
 
     def run(self, batch: Sequence[Tensor], count: int, bound: float) -> list[Tensor]:
         """Clipped sums, weights and which rows were finite, of the first `count` rows of a batch. The next run may write over them."""
-        real, inverse_square = mask(count, self._rows, self._device), number_on(self._device, bound**-2)
+        real, inverse_square = mask(count, self._rows, self._device), self._inverse_square(bound)
         if isinstance(self._run, Recording):  # which reads nothing but where they lie
             return list(self._run(*self._state, *batch, real, inverse_square))
         with without_autocast():
             return list(self._run(*(tensor.detach() for tensor in self._state), *batch, real, inverse_square))
+
+    def _inverse_square(self, bound: float) -> Tensor:
+        """1/bound², where the graph reads it; mostly that of the run before."""
+        last, number = self._last_bound[0]
+        if last != bound:
+            number = number_on(self._device, bound**-2)
+            self._last_bound[0] = bound, number
+        return number
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
