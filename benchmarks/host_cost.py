@@ -74,6 +74,7 @@ def pretending() -> Iterator[None]:
             (recording, "recorded", _recorded),
             (in_place, "recorded_in_passing", _recorded),
             (update, "captured", _captured),
+            (update, "captured_in_passing", _captured),
             (variant, "can_be_recorded", lambda device: True),
             (noise, "_is_drawn_by_kernel", lambda parameter, count: True),
             (noise, "_by_kernel", lambda total, deviation, scale, seed, over: over),

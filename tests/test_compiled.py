@@ -681,3 +681,15 @@ def test_agreement():
     assert not agree([(a, a * 1.01)], torch.float64, 1.0)
     assert not agree([(a, a * 1.01)], torch.float32, 1.0)
     assert not agree([(a, a * float("nan"))], torch.float32, 1.0)
+
+
+def test_modules_that_take_turns_have_a_graph_each(monkeypatch):
+    """They are known again: two graphs, however often they change places."""
+    model = built(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    step, private = begun(model)
+    one, other = model[1], nn.Sigmoid()
+    for number in range(40):
+        model[1] = (one, other)[number % 2]
+        step(examples(12, 4), torch.arange(12) % 3)
+    assert len(step.graphs.variants) == 2 and len(step.graphs._attempts) == 2
+    private.close()

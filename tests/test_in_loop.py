@@ -1,6 +1,7 @@
 """Noise and optimizer of an eager loop by one replay, out of the hook before step(). Graphs need a GPU (test_cuda.py); here a stand-in replays."""
 
 import copy
+import types
 import weakref
 
 import pytest
@@ -170,26 +171,232 @@ def test_refusals_are_those_of_every_step(recordings):  # noqa: F811
     private.close()
 
 
-def test_the_ledger_counts_first_and_a_step_that_failed_may_be_tried_again(recordings, monkeypatch):  # noqa: F811
+def interrupt(private, number, *, after):
+    """The next replay is interrupted, after it has moved the weights or before."""
+    [now] = private._in_loop[number]._update._found.values()
+    replay, spent = now.replay, []
+
+    def interrupted():
+        object.__setattr__(now, "replay", replay)
+        spent.append(private.ledger.spent)
+        if after:
+            replay()
+        raise KeyboardInterrupt
+
+    object.__setattr__(now, "replay", interrupted)
+    return spent
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("sampler", ["poisson", "shuffle"])
+def test_a_step_that_is_interrupted_is_not_taken_twice(after, sampler, recordings):  # noqa: F811
+    """It was counted first; whether the weights have moved nobody can tell, and with new noise they must not move again for the same draw."""
+    model, data = built(MLP), torch.utils.data.TensorDataset(examples(RECORDS, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = cw.PrivateTraining(model, optimizer, plan_for(30, sampler=sampler), noise=cw.reproducible(3))
+    batches = (batch for _ in range(9) for batch in private.loader(data))
+    for step, (x,) in enumerate(batches):
+        private.loss(model(x).square().sum(1)).backward()
+        if step == 12:
+            before, weights = private.ledger.spent, model[0].weight.detach().clone()
+            spent = interrupt(private, 0, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            assert spent == [before + 1] and torch.equal(model[0].weight, weights) != after
+            weights = model[0].weight.detach().clone()
+            with pytest.raises(cw.NothingClipped):
+                optimizer.step()
+            assert torch.equal(model[0].weight, weights) and private.ledger.spent == before + 1
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        if step == 14:
+            break
+    assert private.ledger.spent == 15 and len(recordings) == 1
+    private.close()
+
+
+def test_of_several_optimizers_one_that_was_interrupted_steps_no_more(recordings):  # noqa: F811
+    model = built(MLP)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    private = cw.PrivateTraining(model, optimizers, plan_for(30), own_batches=True)
+    for step in range(14):
+        private.loss(model(examples(12, 4)).square().sum(1)).backward()
+        optimizers[0].step()
+        if step == 12:
+            interrupt(private, 1, after=True)
+            with pytest.raises(KeyboardInterrupt):
+                optimizers[1].step()
+            weights = model[2].weight.detach().clone()
+            with pytest.raises(cw.NothingClipped):
+                optimizers[1].step()
+            assert torch.equal(model[2].weight, weights)
+        else:
+            optimizers[1].step()
+        model.zero_grad()
+    assert private.ledger.spent == 14 and len(recordings) == 2
+    private.close()
+
+
+def test_losses_that_reach_no_parameter_of_an_optimizer(recordings):  # noqa: F811
+    """Its parameters get noise alone."""
+    modules = [nn.Linear(4, 3).double(), nn.Linear(4, 3).double()]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    private = cw.PrivateTraining(modules, optimizers, plan_for(30), own_batches=True)
+    for step in range(14):
+        x, before = examples(12, 4), modules[1].weight.detach().clone()
+        losses = modules[0](x).square().sum(1)
+        private.loss(losses if step > 10 else losses + modules[1](x).square().sum(1)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not torch.equal(modules[1].weight, before)
+    assert private.ledger.spent == 14 and len(recordings) == 2
+    private.close()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_tape_that_is_still_on_has_nothing_to_do_with_the_step(recorded, recordings, monkeypatch):  # noqa: F811
+    """Somebody looks at the model with gradients enabled between backward() and step()."""
+    monkeypatch.setattr(tracing, "DEVICES", {"cpu"} if recorded else set())
     model = built(MLP)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     private, go = begun(model, optimizer)
-    now, spent = private._in_loop[0]._update._now, []
-    replay = now.replay
-
-    def interrupted():
-        spent.append(private.ledger.spent)
-        raise RuntimeError("no device today")
-
-    before = private.ledger.spent
-    object.__setattr__(now, "replay", interrupted)
-    go(step=False)
-    with pytest.raises(RuntimeError, match="no device"):
+    for _ in range(3):
+        go(step=False)
+        seen, before = model(examples(5, 4)), model[0].weight.detach().clone()
         optimizer.step()
-    assert spent == [before + 1]  # counted, also if nobody knows whether it was released
-    object.__setattr__(now, "replay", replay)
-    optimizer.step()
-    assert private.ledger.spent == before + 2 and len(recordings) == 1
+        assert not torch.equal(model[0].weight, before) and model[0].weight.grad is not None and seen.requires_grad
+        optimizer.zero_grad()
+    assert private.ledger.spent == 13 and len(recordings) == int(recorded)
+    private.close()
+
+
+def changed_on_the_way(change, *, optimizer=OPTIMIZERS["adam"], build=MLP, dtype=torch.float64, steps=24):
+    """A training in which `change(model, optimizer)` happens after the 14th step; its weights, and those of one in which nothing is recorded."""
+    x, found = examples(RECORDS, 4).to(dtype), []
+    for devices in (set(), {"cpu"}):
+        tracing.DEVICES, seen, model = devices, [], built(build).to(dtype)  # the fixture puts it back
+
+        def after(one, model=model, seen=seen):
+            seen.append(one)
+            if len(seen) == 14:
+                change(model, one)
+
+        losses_of = lambda model, x, y: model(x).double().square().sum(1)
+        weights, _, private = train(model, x, compiled=False, optimizer=optimizer, steps=steps, after=after, losses_of=losses_of)
+        found.append((weights.double(), private))
+    (expected, _), (weights, private) = found
+    return float((weights - expected).norm() / expected.norm()), private
+
+
+SQUARE = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def transposed(model, optimizer):
+    model[0].weight.data = model[0].weight.data.t()
+
+
+def halved(model, optimizer):
+    """In another precision, with hooks that make up for it."""
+    model[2].to(torch.float32)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [transposed, halved])
+def test_parameters_that_lie_otherwise_are_recorded_anew(change, recordings):  # noqa: F811
+    difference, _ = changed_on_the_way(change, build=SQUARE)
+    assert difference <= 1e-6 and len(recordings) == 2
+
+
+def test_a_scaler_that_was_not_declared_is_not_part_of_a_recording(recordings):  # noqa: F811
+    def scaled(model, optimizer):
+        optimizer.grad_scale, optimizer.found_inf = torch.full((), 65536.0), torch.zeros(())
+
+    difference, _ = changed_on_the_way(scaled, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
+    assert difference <= 1e-9 and len(recordings) == 1
+
+
+def test_a_step_of_ones_own_under_a_scheduler_runs_once(recordings):  # noqa: F811
+    averages = []
+
+    def optimizer(parameters):
+        made, average = torch.optim.SGD(parameters, lr=0.1), []
+        step = made.step.__func__
+
+        def and_average(self, closure=None):
+            step(self, closure)
+            average.append(float(self.param_groups[0]["params"][0].detach().norm()))
+
+        made.step = types.MethodType(and_average, made)
+        torch.optim.lr_scheduler.StepLR(made, 100)
+        averages.append(average)
+        return made
+
+    difference, _ = changed_on_the_way(lambda *_: None, optimizer=optimizer)
+    assert difference <= 1e-9 and not recordings and [len(average) for average in averages] == [24, 24]
+
+
+def test_numbers_that_change_with_every_step_are_not_recorded(recordings):  # noqa: F811
+    """Each recording would be used once."""
+    x, options = examples(RECORDS, 4), dict(optimizer=OPTIMIZERS["momentum"], steps=24)
+
+    def after(one):
+        one.param_groups[0]["momentum"] *= 0.99
+
+    expected = trained_eagerly(built(MLP), x, after=after, **options)
+    found, _, _ = train(built(MLP), x, compiled=False, after=after, **options)
+    assert not recordings and torch.equal(found, expected)
+
+
+def test_little_is_held(recordings, monkeypatch):  # noqa: F811
+    """The last recording, and nothing once there will be no other."""
+    rooms = []
+    room_for_sums = in_loop.room_for_sums
+    monkeypatch.setattr(in_loop, "room_for_sums", lambda parameters: [rooms.append(weakref.ref(t)) or t for t in room_for_sums(parameters)])
+    model = built(MLP)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    private, go = begun(model, optimizer)
+    for number in range(40):
+        if number % 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        go()
+        optimizer.zero_grad()
+        [mine] = private._in_loop.values()
+        assert len(mine._update._found) <= 1
+    assert len(recordings) == update._MOST_RECORDINGS and not mine._update._found
+    assert rooms and not any(room() is not None for room in rooms)
+    steps = {(state["step"].dtype, state["step"].device.type) for state in optimizer.state.values()}
+    assert steps == {(torch.float32, "cpu")}
+    private.close()
+    rooms.clear()
+    model = built(MLP)
+    private, _ = begun(model, torch.optim.Adagrad(model.parameters(), lr=0.01))
+    assert not rooms
+    private.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "hook", "regularizer", "compiled"])
+def test_an_optimizer_is_left_as_torch_has_it(how, recordings):  # noqa: F811
+    model = built(MLP)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    private, go = begun(model, optimizer)
+    counts = lambda: {(state["step"].dtype, float(state["step"])) for state in optimizer.state.values()}
+    assert counts() == {(torch.float64, 10.0)}
+    if how == "closed":
+        private.close()
+    elif how == "hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    elif how == "regularizer":
+        private.regularizer(lambda: 1e-3 * model[0].weight.square().sum())
+    else:
+        private.compile(lambda model, x: model(x).sum(1), backend="eager")
+    if how in ("hook", "regularizer"):
+        go()
+    assert counts() == {(torch.float32, 11.0 if how in ("hook", "regularizer") else 10.0)}
+    assert {name: value for name, value in optimizer.param_groups[0].items() if name != "params"} == before
     private.close()
 
 
@@ -251,7 +458,7 @@ def test_what_is_made_eagerly_as_before(why, recordings, monkeypatch):  # noqa: 
         def refused(*_):
             raise RuntimeError("no graph today")
 
-        monkeypatch.setattr(update, "captured", refused)
+        monkeypatch.setattr(update, "captured_in_passing", refused)
     if why == "patient":
         monkeypatch.setattr(in_loop, "_PATIENCE", 11)
     private = cw.PrivateTraining(model, optimizer, plan_for(80), own_batches=True, noise="secure" if why == "secure" else "fast")
@@ -278,6 +485,6 @@ def test_closed_trainings_hold_no_graphs(recordings):  # noqa: F811
     model = built(MLP)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     private, _ = begun(model, optimizer)
-    graph = weakref.ref(private._in_loop[0])
+    [graph] = map(weakref.ref, private._in_loop[0]._update._found.values())
     private.close()
     assert graph() is None and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import clipwise as cw
+import graph_like
 from clipwise import tracing
 from clipwise.compiled import recording, update, variant
 from helpers import examples
@@ -36,12 +37,14 @@ def recordings(monkeypatch):
     made = []
 
     def captured(run, device, generators=()):
+        replay = graph_like.captured(run, device, generators)
         made.append(list(generators))
-        return run
+        return replay
 
     monkeypatch.setattr(tracing, "DEVICES", {"cpu"})
     monkeypatch.setattr(variant, "Recording", FixedOutputs)
     monkeypatch.setattr(update, "captured", captured)
+    monkeypatch.setattr(update, "captured_in_passing", captured)
     for name in ("adam", "rmsprop"):
         monkeypatch.setattr(sys.modules[f"torch.optim.{name}"], "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
     return made
@@ -208,7 +211,7 @@ def steady(model, **options):
     x = examples(12, 4)
     for _ in range(9):
         step(x.clone(), torch.arange(12) % 3)
-    assert step._recorded[0]._now is not None
+    assert step._recorded[0]._found
     return step, private, lambda: step(x.clone(), torch.arange(12) % 3)
 
 
@@ -245,7 +248,7 @@ def test_noise_has_the_size_of_the_plan(recordings):
 def test_the_ledger_counts_before_the_replay():
     model = built(MLP)
     step, private, go = steady(model)
-    now, spent = step._recorded[0]._now, []
+    [now], spent = step._recorded[0]._found.values(), []
     object.__setattr__(now, "replay", lambda: spent.append(private.ledger.spent))
     before = private.ledger.spent
     go()
@@ -256,7 +259,7 @@ def test_the_ledger_counts_before_the_replay():
 def test_weights_that_a_replay_changes_have_another_version():
     model = built(MLP)
     step, private, go = steady(model)
-    object.__setattr__(step._recorded[0]._now, "replay", lambda: None)
+    object.__setattr__(*step._recorded[0]._found.values(), "replay", lambda: None)
     before = [p._version for p in model.parameters()]
     go()
     assert all(p._version > version for p, version in zip(model.parameters(), before)) and model[0].weight.grad is None
@@ -357,15 +360,13 @@ def test_a_step_that_failed_does_not_count_twice(recordings, monkeypatch):
         step(torch.ones(12, 4).double())
     monkeypatch.setattr(private._progress, "count", real)
     released = []
-    release = update.RecordedUpdate.release
-    monkeypatch.setattr(
-        update.RecordedUpdate, "release", lambda *args: (released.append([t.clone() for t in args[3].values()]), release(*args))
-    )
+    release = update.Recorded.release
+    monkeypatch.setattr(update.Recorded, "release", lambda self, *told: (released.append(self.held[-1].clone()), release(self, *told)))
     with pytest.raises(cw.WrongDraw, match="has not been released"):
         step(-torch.ones(5, 4).double())
     private.discard()
     step(-torch.ones(5, 4).double())
-    assert abs(float(released[0][0].norm()) - 0.3 * 5) < 1e-9
+    assert abs(float(released[0].norm()) - 0.3 * 5) < 1e-9
     private.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -10,19 +9,20 @@ import torch
 from torch import nn
 
 from .errors import UncoveredUse
+from .weak import serial_of
 
 
 class Walk:
     """What was found below a root. It holds no module: a module below may hold the root, which then would live forever.
 
-    `serial`: a number that no other walk has. Where a module takes the place of another, there is another walk.
+    `serials`: the numbers of all modules, the root's first, by which those that take the place of others are told from them.
     """
 
     def __init__(self, root: nn.Module):
-        self.serial = next(_serials)
         _, *below = root.named_modules()
         self._below = [(path, weakref.ref(module), _children(module)) for path, module in below]
         self._children = _children(root)
+        self.serials = tuple([serial_of(module) for module in (root, *(module for _, module in below))])
 
     def below(self, root: nn.Module) -> list[tuple[str, nn.Module]] | None:
         """(dotted path, module); None where it is not what it was."""
@@ -42,7 +42,6 @@ def _children(module: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(child)) for name, child in module._modules.items()]
 
 
-_serials = itertools.count()
 _walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
 
 
@@ -67,11 +66,11 @@ def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return numbered_modules(roots)[1]
 
 
-def numbered_modules(roots: Sequence[nn.Module]) -> tuple[tuple[int, ...], list[nn.Module]]:
-    """Numbers that tell whether modules have taken the place of others, and every module of these, once."""
+def numbered_modules(roots: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], list[nn.Module]]:
+    """Numbers that tell whether modules have taken the place of others, root by root, and every module of these, once."""
     walks = [walked(root) for root in roots]
     modules = [module for _, found in walks for _, module in found]
-    return tuple([walk.serial for walk, _ in walks]), modules if len(roots) == 1 else list(dict.fromkeys(modules))
+    return tuple([walk.serials for walk, _ in walks]), modules if len(roots) == 1 else list(dict.fromkeys(modules))
 
 
 def as_modules(model: nn.Module | Sequence[nn.Module], caller: str) -> list[nn.Module]:

@@ -84,7 +84,8 @@ def _side_by_side(sums: Sequence[Tensor], count: int) -> Tensor:
     filled = [total for total in sums if total.numel()] or sums[:1]
     at = filled[0].data_ptr()
     for total in filled:
-        assert total.is_contiguous() and total.data_ptr() == at, "sums that are noised in place lie in room_for_sums"
+        if not total.is_contiguous() or total.data_ptr() != at:
+            raise AssertionError("sums that are noised in place lie in room_for_sums")
         at += total.nbytes
     return filled[0].as_strided((count,), (1,))
 

@@ -88,9 +88,8 @@ class PrivateTraining:
         self._draws = Draws(Sampler(plan, self._randomness), self._progress)
         held_against = CallersDraws() if own_batches else self._draws
         self._intake = Intake(self._modules, held_against, self._progress, self._updates, fallback=fallback)
-        self._in_loop: (
-            dict[int, UpdateInLoop] | None
-        ) = {}  # of each optimizer, where its steps are replayed; None: compiled steps have their own
+        self._in_loop: dict[int, UpdateInLoop] = {}  # of each optimizer whose steps may be replayed
+        self._replays_loops = True
         self.is_closed = False
         weakref.finalize(self, self._intake.block.remove)  # a training that is gone leaves no mode on, and its ledger to others
         weakref.finalize(self, self.ledger.close)
@@ -141,7 +140,7 @@ class PrivateTraining:
             raise ValueError(f'a compiled step clips by method "bookkeep", this training by {self.method!r}')
         if self._updates.has_scaler:
             raise ValueError("a compiled step takes no GradScaler: train in bf16, which needs none, or by the eager loop")
-        self._in_loop = None
+        self._forget_replays()  # compiled steps have their own
         return CompiledStep(self, self._intake, self._updates, losses_of, rows=rows, backend=backend)
 
     def check_open(self) -> None:
@@ -150,20 +149,38 @@ class PrivateTraining:
             raise NothingClipped("this training is closed.", "Make a new PrivateTraining; what this one spent stays spent.")
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """The hook of optimizer.step(). Of small models on a GPU noise and step are replayed."""
-        release = self._updates.release
-        if self._in_loop is not None and self._intake.pending.handed and can_be_recorded(self._updates.device_of(number)):
-            from .compiled.in_loop import UpdateInLoop  # which builds on this package
+        """The hook of optimizer.step()."""
+        if not self._is_due(number):
+            return
+        self._intake.block.close()  # what ran since the last loss has nothing to do with this step, and weights move now
+        sums, penalties = self._intake.pending.sums, self._regularizers.gradients
+        with torch._C.DisableTorchFunction():  # nor has somebody's tape
+            replay = self._replay_of(number)
+            if replay is not None:
+                self._release(number, replay, moves_weights=True)
+            else:
+                self._release(number, lambda *told: self._updates.release(number, optimizer, sums, penalties, *told), moves_weights=False)
 
-            update = self._in_loop.get(number) or self._in_loop.setdefault(number, UpdateInLoop(number, self._updates))
-            release = update.release if not self.has_regularizers and update.is_ready() else release
-        self.take_step(number, optimizer, release)
+    def _replay_of(self, number: int) -> Release | None:
+        """Noise and step of an optimizer by one replay, where there is one: of small models on a GPU."""
+        if not self._replays_loops or not can_be_recorded(self._updates.device_of(number)):
+            return None
+        from .compiled.in_loop import UpdateInLoop  # which builds on this package
 
-    def take_step(self, number: int, optimizer: torch.optim.Optimizer, release: Release) -> None:
-        """Everything is checked, then counted, then released."""
+        if number not in self._in_loop:
+            self._in_loop[number] = UpdateInLoop(number, self._updates)
+        return self._in_loop[number].ready(self._intake.pending.sums, has_penalties=self.has_regularizers)
+
+    def take_step(self, number: int, replay: Release) -> None:
+        """A step that a replay makes as a whole."""
+        if self._is_due(number):
+            self._release(number, replay, moves_weights=True)
+
+    def _is_due(self, number: int) -> bool:
+        """Everything is checked before it is counted. False: the step is under way already, and asks once more."""
         pending, draws = self._intake.pending, self._intake.draws
         if (number in pending.stepped or not pending.handed) and self._updates.is_still_under_way(number):
-            return
+            return False
         if number in pending.stepped or not pending.handed:
             raise NothingClipped(
                 "step() with nothing clipped: no private loss was back-propagated since the last step.",
@@ -174,10 +191,25 @@ class PrivateTraining:
             draws.check_complete(pending.entries)
             self._updates.check()
             self._regularizers.evaluate()
-            self._progress.count(draws.current)
-        release(number, optimizer, pending.sums, self._regularizers.gradients, self.clipping.sensitivity, self.position)
-        pending.stepped.add(number)
-        if len(pending.stepped) == len(self._updates.optimizers):
+        return True
+
+    def _release(self, number: int, release: Release, *, moves_weights: bool) -> None:
+        """It is counted, then released. Of one that `moves_weights` nobody knows what it has done where it is interrupted: it is not tried again."""
+        if not self._intake.pending.stepped:
+            self._progress.count(self._intake.draws.current)
+        try:
+            release(self.clipping.sensitivity, self.position)
+        except BaseException:
+            if moves_weights:
+                self._is_taken(number)
+            raise
+        self._is_taken(number)
+
+    def _is_taken(self, number: int) -> None:
+        """One optimizer has made its step."""
+        stepped = self._intake.pending.stepped
+        stepped.add(number)
+        if len(stepped) == len(self._updates.optimizers):
             self._finish_step()
 
     def _finish_step(self) -> None:
@@ -246,7 +278,18 @@ class PrivateTraining:
         self._intake.block.remove()
         self._updates.remove()
         self.ledger.close()
-        experience_of(self._modules).tails = self._in_loop = None  # recordings hold memory of the device
+        self._forget_replays()
+        experience_of(self._modules).tails = None  # recordings hold memory of the device
+
+    def _forget_replays(self) -> None:
+        """Optimizers are left as torch has them."""
+        self._replays_loops = False
+        self._in_loop.clear()
+        for number, optimizer in enumerate(self._updates.optimizers):
+            if can_be_recorded(self._updates.device_of(number)):
+                from .compiled.optimizers import steps_to_host
+
+                steps_to_host(optimizer)
 
     def __enter__(self) -> PrivateTraining:
         return self

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 from .adaptive import Adaptive
 from .clipping import Clipping
@@ -29,12 +30,17 @@ _FIRST_STEPS = (
 )
 
 BeforeStep = Callable[[int, torch.optim.Optimizer], None]
-Release = Callable[[int, torch.optim.Optimizer, Mapping[int, Tensor], Mapping[int, Tensor], float, int], None]
+Release = Callable[[float, int], None]  # is told the sensitivity of the sums, and for which step
 
 
 def updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters that its step changes."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All its parameters, frozen ones too."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Updates:
@@ -68,6 +74,7 @@ class Updates:
         self._is_unwatched = False
         self._handles = [one.register_step_pre_hook(self._hook(number, before_step)) for number, one in enumerate(self.optimizers)]
         self._handles += [one.register_step_post_hook(self._hook_after(number)) for number, one in enumerate(self.optimizers)]
+        self._ours = {handle.id for handle in self._handles}
 
     def parameters(self) -> list[Tensor]:
         """Every parameter that is trainable now, once."""
@@ -80,7 +87,7 @@ class Updates:
 
     def device_of(self, number: int) -> torch.device:
         """Where the first parameter of this optimizer is."""
-        return next((p.device for group in self.optimizers[number].param_groups for p in group["params"]), torch.device("cpu"))
+        return next((parameter.device for parameter in held_by(self.optimizers[number])), torch.device("cpu"))
 
     @property
     def has_scaler(self) -> bool:
@@ -178,9 +185,8 @@ class Updates:
 
     def take_gradients_away(self, number: int) -> None:
         """Of all that this optimizer holds, frozen or not. They were checked by now; the sums are what is released, and noise takes as much room again."""
-        for group in self.optimizers[number].param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in held_by(self.optimizers[number]):
+            parameter.grad = None
         self._witness.taken_away(updated_by(self.optimizers[number]))
         self._released[number] = []
         self._to_show.pop(number, None)
@@ -244,10 +250,11 @@ class Updates:
         self._witness.forget()
         self._scales.clear()
 
-    @property
-    def hooks_on_each(self) -> int:
-        """Hooks of ours on the step of one optimizer."""
-        return len(self._handles) // len(self.optimizers)
+    def is_heard_by_others(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether hooks that are not ours listen to its step, or to every optimizer's."""
+        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+        everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+        return bool(everywhere) or not self._ours.issuperset(hooks)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -275,8 +282,9 @@ class Updates:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             updates = weak()
             if updates is not None and number in updates._to_show and not updates._is_unwatched:
-                for parameter, gradient in zip(updated_by(optimizer), updates._to_show.pop(number)()):
-                    parameter.grad = gradient
+                with torch._C.DisableTorchFunction():  # a tape that is still on has nothing to do with it
+                    for parameter, gradient in zip(updated_by(optimizer), updates._to_show.pop(number)()):
+                        parameter.grad = gradient
 
         return hook
 

@@ -7,18 +7,19 @@ optimizer.step() itself finds nothing to do; after it p.grad is what was release
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..noise import room_for_sums
 from ..numerics import accumulation_dtype
 from ..planner import room_for_update
-from ..updates import Updates, updated_by
-from .update import RecordedUpdate
+from ..updates import Release, Updates, updated_by
+from .optimizers import steps_to_host
+from .update import Recorded, RecordedUpdate
 
-_PATIENCE = 8  # steps before a recording is worth its making
+_PATIENCE = 8  # steps with the same numbers before a recording is worth its making
 
 
 class UpdateInLoop:
@@ -27,60 +28,61 @@ class UpdateInLoop:
     def __init__(self, number: int, updates: Updates):
         self._number = number
         self._updates = updates
-        self._steps = 0
+        self._optimizer = updates.optimizers[number]
+        self._update = RecordedUpdate(number, updates, in_loop=True)
+        self._numbers: tuple[Any, ...] | None = None  # of the optimizer, in the step before …
+        self._steps = 0  # … and so many before it
         self._has_room = True
-        self._update: RecordedUpdate | None = None
-        self._parameters: list[Tensor] = []  # those that there is room for, …
-        self._room: list[Tensor] = []  # … and where a replay finds their sums
+        self._like: list[Any] = []  # the parameters that there is room for, and how they lie
+        self._room: list[Tensor] = []  # where a replay finds their sums
+        self._is_replayed = False  # in the step before
 
-    def is_ready(self) -> bool:
-        """Whether `release` may be called in this step; else it is to be made eagerly."""
-        parameters, device = updated_by(self._updates.optimizers[self._number]), self._updates.device_of(self._number)
-        self._steps += 1
-        if (
-            self._steps < _PATIENCE
-            or not self._has_room
-            or self._updates.has_scaler
-            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        ):
-            return False
-        if not self._fits(parameters) and not self._make_room(parameters, device):
-            return False
-        self._update = self._update or RecordedUpdate(self._number, self._updates, in_loop=True)
-        return self._update.is_ready(dict(zip(map(id, parameters), self._room)))
-
-    def _fits(self, parameters: list[Tensor]) -> bool:
-        return len(parameters) == len(self._parameters) and all(
-            mine is other and mine.shape == room.shape and accumulation_dtype(mine.dtype) == room.dtype
-            for mine, other, room in zip(parameters, self._parameters, self._room)
+    def ready(self, sums: Mapping[int, Tensor], *, has_penalties: bool) -> Release | None:
+        """Noise and step for these sums, by one replay; None: it is to be made eagerly."""
+        parameters = updated_by(self._optimizer)
+        recorded = None if has_penalties or self._updates.has_scaler or not self._has_room else self._recorded(parameters)
+        if recorded is None and self._is_replayed:
+            steps_to_host(self._optimizer)  # an eager step would fetch each of them
+        self._is_replayed = recorded is not None
+        return (
+            None if recorded is None else lambda *told: self._make(recorded, [sums.get(id(parameter)) for parameter in parameters], *told)
         )
 
-    def _make_room(self, parameters: list[Tensor], device: torch.device) -> bool:
+    def _recorded(self, parameters: list[Tensor]) -> Recorded | None:
+        numbers = self._update.numbers()
+        self._steps = self._steps + 1 if numbers is not None and numbers == self._numbers else 0
+        self._numbers = numbers
+        device = self._updates.device_of(self._number)
+        if numbers is None or self._steps < _PATIENCE - 1 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
+        like = [(id(parameter), parameter.shape, parameter.stride(), parameter.dtype, parameter.device) for parameter in parameters]
+        if like != self._like:
+            self._make_room(parameters, like, device)
+        recorded = self._update.ready(dict(zip(map(id, parameters), self._room)), numbers) if self._has_room else None
+        if self._update.is_given_up:
+            self._has_room, self._like, self._room = False, [], []
+        return recorded
+
+    def _make_room(self, parameters: list[Tensor], like: list[Any], device: torch.device) -> None:
         """Where that takes little of the memory; if not, it is not asked for again."""
-        self._parameters, self._room = [], []
         needed = sum(parameter.numel() * accumulation_dtype(parameter.dtype).itemsize for parameter in parameters)
-        self._has_room = needed <= room_for_update(device) and all(parameter.device == device for parameter in parameters)
-        if self._has_room:
-            self._parameters, self._room = parameters, room_for_sums(parameters)
-        return self._has_room
+        self._has_room = needed <= room_for_update(device)
+        self._like, self._room = (like, room_for_sums(parameters)) if self._has_room else ([], [])
 
-    def release(
-        self, number: int, optimizer: Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
-    ) -> None:  # fmt: skip
-        """Make the step, with new noise."""
-        assert self._update is not None, "is_ready comes first"
-        given = [sums.get(id(parameter)) for parameter in self._parameters]
-        with torch.no_grad():  # all of it was written over by the step before
-            there = [(room, total) for room, total in zip(self._room, given) if total is not None]
-            torch._foreach_copy_([room for room, _ in there], [total for _, total in there])
-            if len(there) < len(given):
-                torch._foreach_zero_([room for room, total in zip(self._room, given) if total is None])
-        self._updates.take_gradients_away(number)
-        self._update.release(number, optimizer, sums, penalties, sensitivity, step)
-        self._updates.show_after_step(number, self._released)
-
-    def _released(self) -> list[Tensor]:
-        """Of each parameter, in tensors of their own: the next replay writes over those of this one."""
-        assert self._update is not None
+    def _make(self, recorded: Recorded, sums: list[Tensor | None], sensitivity: float, step: int) -> None:
+        """Make the step, with new noise. All of the room was written over by the step before."""
         with torch.no_grad():
-            return list(torch._foreach_add(self._update.released, 0.0))
+            given = [(room, total) for room, total in zip(self._room, sums) if total is not None]
+            if given:
+                torch._foreach_copy_([room for room, _ in given], [total for _, total in given])
+            if len(given) < len(sums):
+                torch._foreach_zero_([room for room, total in zip(self._room, sums) if total is None])
+        self._updates.take_gradients_away(self._number)
+        recorded.release(sensitivity, step)
+        self._updates.show_after_step(self._number, lambda: _copies(recorded.gradients))
+
+
+def _copies(gradients: list[Tensor]) -> list[Tensor]:
+    """The next replay writes over these."""
+    with torch.no_grad():
+        return list(torch._foreach_add(gradients, 0.0))

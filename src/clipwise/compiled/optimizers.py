@@ -19,11 +19,6 @@ _FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does
 _NUMBERS = {int, float, bool, type(None)}
 
 
-def everyone_in(optimizer: Optimizer) -> list[Tensor]:
-    """All its parameters, frozen ones too."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class Numbers:
     """What the step of an optimizer depends on besides the tensors it is given."""
 
@@ -143,12 +138,13 @@ def steps_beside_parameters(optimizer: Optimizer) -> None:
 
 
 def steps_to_host(optimizer: Optimizer) -> None:
-    """No graph will count them any more."""
+    """No graph will count them any more: as torch's optimizers make them."""
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     for group in optimizer.param_groups:
         for parameter in group["params"] if not (group.get("capturable") or group.get("fused")) else ():
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to("cpu", torch.float32)
+                state["step"] = state["step"].to("cpu", dtype)
 
 
 @contextlib.contextmanager

@@ -54,23 +54,34 @@ Pool = Any  # memory that graphs have for themselves, as torch.cuda.graph_pool_h
 def recorded_in_passing(
     run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device, pool: Pool
 ) -> tuple[Callable[[], None], list[Tensor]]:  # fmt: skip
-    """As `recorded`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
+    """As `recorded`, in the midst of a step that was made before."""
+    outputs: list[Tensor] = []
+    return captured_in_passing(lambda: outputs.extend(run(*inputs)), device, pool=pool), outputs
+
+
+def captured_in_passing(
+    run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+) -> Callable[[], None]:  # fmt: skip
+    """As `captured`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
     tensors of later steps will lie where they lay. The graph's own lie in `pool`: nobody's so far, or that of a graph that is still there, but
     will not be replayed again."""
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
         _begin_with_libraries(device)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             try:
-                outputs = list(run(*inputs))
+                run()
             finally:
                 graph.capture_end()
         except Exception:  # where CUDA itself broke off, torch would go on allocating for a graph
             with contextlib.suppress(Exception):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
             raise
-    return graph.replay, outputs
+    return graph.replay
 
 
 def _begin_with_libraries(device: torch.device) -> None:

@@ -46,7 +46,7 @@ class Batch:
     rows: int  # of a part
     inputs: list[Tensor]  # those with one row an example, as they were given
     modules: list[nn.Module]  # of the model, as they are in this step
-    serials: tuple[int, ...]  # by which they are told from others
+    serials: tuple[tuple[int, ...], ...]  # by which they are told from others
     _parts: list[tuple[list[Any], int]] | None = field(default=None, init=False)
 
     @property

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from ..errors import in_one_line
 from ..randomness import Fast, Reproducible, gaussians_from
 from ..tracing import NotTraceable, can_be_recorded
-from ..updates import Updates, updated_by
+from ..updates import Updates, held_by, updated_by
 from .optimizers import (
     KNOWN,
     Numbers,
-    everyone_in,
     for_a_graph,
     has_state,
     room_for_rate,
@@ -35,7 +33,7 @@ from .optimizers import (
     takes_rates,
     tensors_of,
 )  # fmt: skip
-from .recording import captured
+from .recording import captured, captured_in_passing
 
 _MOST_RECORDINGS = 16  # then it is made eagerly: something moves with every step
 _ON_DEVICE = (Fast, Reproducible)  # noise that a generator on the device draws
@@ -68,7 +66,11 @@ class _Registered:
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class Recorded:
+    """An update that is replayed for sums that lie where they lay."""
+
+    updates: Updates
+    optimizer: Optimizer
     replay: Callable[[], None]
     source: _Registered
     deviation: Tensor  # of the noise, (), float64
@@ -77,7 +79,24 @@ class _Recorded:
     gradients: list[Tensor]  # what a replay releases, of each parameter
     written: dict[Tensor, float] = field(default_factory=dict)  # what deviation and rates hold: few change from step to step
 
-    def tell(self, place: Tensor, number: float) -> None:
+    def release(self, sensitivity: float, step: int) -> None:
+        """Draw new noise and make the step. Whatever is raised here, the weights may have moved."""
+        randomness = self.updates.randomness
+        if not isinstance(randomness, _ON_DEVICE):
+            raise TypeError(f"{randomness.name} noise is not drawn by a graph")
+        self.source.begin(randomness, step)
+        self._tell(self.deviation, self.updates.deviation(sensitivity))
+        for rate, group in zip(self.rates or (), self.optimizer.param_groups):
+            if isinstance(group["lr"], Tensor):
+                rate.copy_(group["lr"].reshape(()))
+                self.written.pop(rate, None)
+            else:
+                self._tell(rate, group["lr"])
+        self.replay()
+        torch.autograd.graph.increment_version(updated_by(self.optimizer))
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+
+    def _tell(self, place: Tensor, number: float) -> None:
         if self.written.get(place) != number:
             place.fill_(number)
             self.written[place] = number
@@ -87,7 +106,7 @@ class RecordedUpdate:
     """The noise and the step of one optimizer.
 
     `in_loop`: for a loop that asked for no graph. Where there can be none, nothing is said; the sums lie in `room_for_sums`, and what is released is
-    written over them.
+    written over them; of several recordings the last is kept.
     """
 
     def __init__(self, number: int, updates: Updates, *, in_loop: bool = False):
@@ -95,84 +114,61 @@ class RecordedUpdate:
         self._updates = updates
         self._in_loop = in_loop
         self._optimizer = optimizer = updates.optimizers[number]
-        self._numbers_of = Numbers(optimizer)
+        self._numbers = Numbers(optimizer)
         self._left = _MOST_RECORDINGS
-        self._found: dict[Any, _Recorded] = {}
-        self._now: _Recorded | None = None
+        self._found: dict[Any, Recorded] = {}
 
-    def is_ready(self, sums: Mapping[int, Tensor]) -> bool:
-        """Whether `release` may be called for these sums; else the step is to be made eagerly."""
-        numbers = self._numbers() if self._left else None
+    def numbers(self) -> tuple[Any, ...] | None:
+        """Those of the optimizer; None where its step cannot be recorded: others listen to it, it lies on several devices, or all was tried."""
+        optimizer, updates = self._optimizer, self._updates
+        step: Any = vars(optimizer).get("step")  # a scheduler's, around torch's own, or somebody's
+        is_torchs = step is None or (hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step)
+        if not self._left or type(optimizer) not in KNOWN or not is_torchs or updates.is_heard_by_others(optimizer):
+            return None
+        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):  # a scaler's, for one step
+            return None
+        devices = {parameter.device for parameter in updated_by(optimizer)}
+        if len(devices) != 1 or not can_be_recorded(next(iter(devices))) or not isinstance(updates.randomness, _ON_DEVICE):
+            return None
+        return self._numbers.now()
+
+    def ready(self, sums: Mapping[int, Tensor], numbers: tuple[Any, ...] | None) -> Recorded | None:
+        """The update for these sums and numbers, recorded now or before; None: the step is to be made eagerly."""
         if numbers is None:
-            return False
-        self._now = self._found.get((numbers, _places(self._held(sums))))
-        if self._now is None:
+            return None
+        found = self._found.get((numbers, _places(self._held(sums))))
+        if found is None:
             if not has_state(self._optimizer):
-                return False
+                return None
             steps_beside_parameters(self._optimizer)
             self._left -= 1
             try:
-                self._now = self._record(sums)
+                found = self._record(sums)
             except Exception as error:
                 self._left = 0
                 if not self._in_loop:
                     what = f"noise and {type(self._optimizer).__name__}.step()"
                     warnings.warn(f"{what} are not part of the graph: {in_one_line(error)}", stacklevel=4)
             else:
-                self._found = {other: found for other, found in self._found.items() if other[0] == numbers}
-                self._found[numbers, _places(self._held(sums))] = self._now
-            if not self._left:
-                steps_to_host(self._optimizer)
-        return self._now is not None and self._left > 0
-
-    def release(
-        self, number: int, optimizer: Optimizer, sums: Mapping[int, Tensor], penalties: Mapping[int, Tensor], sensitivity: float, step: int
-    ) -> None:  # fmt: skip
-        """Draw new noise and replay."""
-        now = self._now
-        randomness = self._updates.randomness
-        assert now is not None and not penalties and isinstance(randomness, _ON_DEVICE), "is_ready comes first"
-        now.source.begin(randomness, step)
-        now.tell(now.deviation, self._updates.deviation(sensitivity))
-        for rate, group in zip(now.rates or (), optimizer.param_groups):
-            if isinstance(group["lr"], Tensor):
-                rate.copy_(group["lr"].reshape(()))
-                now.written.pop(rate, None)
-            else:
-                now.tell(rate, group["lr"])
-        now.replay()
-        torch.autograd.graph.increment_version(self._parameters)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+                alike = {} if self._in_loop else {other: recorded for other, recorded in self._found.items() if other[0] == numbers}
+                self._found = alike | {(numbers, _places(self._held(sums))): found}
+        if not self._left:
+            self._found.clear()
+            steps_to_host(self._optimizer)
+            return None
+        return found
 
     @property
-    def released(self) -> list[Tensor]:
-        """What the last replay has released, of each parameter, until the next one."""
-        assert self._now is not None
-        return self._now.gradients
-
-    @property
-    def _parameters(self) -> list[Tensor]:
-        return updated_by(self._optimizer)
-
-    def _numbers(self) -> tuple[Any, ...] | None:
-        """Those of the optimizer, if nobody else listens to its step and all that it does happens on one device; else None."""
-        optimizer = self._optimizer
-        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-        everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-        is_wrapped = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if type(optimizer) not in KNOWN or is_wrapped or everywhere or hooks != self._updates.hooks_on_each:
-            return None
-        devices = {parameter.device for parameter in self._parameters}
-        if len(devices) != 1 or not can_be_recorded(next(iter(devices))) or not isinstance(self._updates.randomness, _ON_DEVICE):
-            return None
-        return self._numbers_of.now()
+    def is_given_up(self) -> bool:
+        """Nothing will be recorded any more."""
+        return not self._left
 
     def _held(self, sums: Mapping[int, Tensor]) -> list[Tensor]:
         """Parameters, the optimizer's state, sums."""
-        return [*self._parameters, *tensors_of(self._optimizer), *sums.values()]
+        return [*updated_by(self._optimizer), *tensors_of(self._optimizer), *sums.values()]
 
-    def _record(self, sums: Mapping[int, Tensor]) -> _Recorded:
-        optimizer, parameters = self._optimizer, self._parameters
+    def _record(self, sums: Mapping[int, Tensor]) -> Recorded:
+        optimizer, parameters = self._optimizer, updated_by(self._optimizer)
         device = parameters[0].device
         held = self._held(sums)
         source = _Registered(self._updates.draws(self._number), device)
@@ -182,7 +178,7 @@ class RecordedUpdate:
 
         def run() -> None:
             gradients[:] = self._updates.noised_sums(self._number, sums, deviation, source, 0, apart=False, in_place=self._in_loop)
-            everyone = everyone_in(optimizer)
+            everyone = held_by(optimizer)
             there = [parameter.grad for parameter in everyone]  # what is foreign is refused later, and must not vanish here
             try:
                 for parameter in everyone:
@@ -196,11 +192,12 @@ class RecordedUpdate:
                     parameter.grad = before
 
         with state_kept(optimizer):
-            replay = captured(run, device, list(source.generators.values()))
+            capture = captured_in_passing if self._in_loop else captured
+            replay = capture(run, device, list(source.generators.values()))
             now = self._held(sums)
             if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
                 raise NotTraceable("its step makes new state, which would begin anew with every replay.")
-        return _Recorded(replay, source, deviation, rates, held, gradients)
+        return Recorded(self._updates, optimizer, replay, source, deviation, rates, held, gradients)
 
 
 def _places(held: list[Tensor]) -> tuple[int, ...]:
