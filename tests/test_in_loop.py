@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import clipwise as cw
+import graph_like
 from clipwise import noise, tracing
 from clipwise.compiled import in_loop, update
 from helpers import examples
@@ -479,6 +480,36 @@ def test_what_is_made_eagerly_as_before(why, recordings, monkeypatch):  # noqa: 
             handle.remove()
     assert not recordings and len(heard) == (10 if "hook" in why else 0) and all(heard)
     private.close()
+
+
+@pytest.mark.parametrize("fault", ["no noise", "a parameter is left out", "nothing"])
+def test_a_replay_that_does_something_else_is_not_used(fault, recordings, monkeypatch):  # noqa: F811
+    """It is held against the step it was recorded from before it is used, and the step is made eagerly."""
+    replays = []
+
+    def faulty(run, device, generators=(), pool=None):
+        replay = graph_like.captured(run, device, generators)
+
+        def wrong():
+            replays.append(fault)
+            kept = model[2].bias.detach().clone()
+            if fault == "no noise":
+                for generator in generators:
+                    generator.manual_seed(0)
+            if fault != "nothing":
+                replay()
+            if fault == "a parameter is left out":
+                model[2].bias.data.copy_(kept)
+
+        return wrong
+
+    monkeypatch.setattr(update, "captured_in_passing", faulty)
+    x = examples(RECORDS, 4)
+    expected = trained_eagerly(built(MLP), x, optimizer=OPTIMIZERS["adam"], steps=20)
+    model = built(MLP)
+    found, _, private = train(model, x, compiled=False, optimizer=OPTIMIZERS["adam"], steps=20)
+    assert len(replays) == 1 and not private._in_loop[0]._update._found
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
 
 
 def test_closed_trainings_hold_no_graphs(recordings):  # noqa: F811

@@ -9,7 +9,7 @@ eager step; the noise comes from seeds or generators of this graph alone, new be
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import in_one_line
 from ..randomness import Fast, Reproducible, gaussians_from
 from ..tracing import NotTraceable, can_be_recorded
 from ..updates import Updates, held_by, updated_by
+from .agreement import repeats
 from .optimizers import (
     KNOWN,
     Numbers,
@@ -84,6 +85,13 @@ class Recorded:
         randomness = self.updates.randomness
         if not isinstance(randomness, _ON_DEVICE):
             raise TypeError(f"{randomness.name} noise is not drawn by a graph")
+        self.prepare(randomness, sensitivity, step)
+        self.replay()
+        torch.autograd.graph.increment_version(updated_by(self.optimizer))
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+
+    def prepare(self, randomness: Fast | Reproducible, sensitivity: float, step: int) -> None:
+        """Put in place what the next replay reads besides the sums."""
         self.source.begin(randomness, step)
         self._tell(self.deviation, self.updates.deviation(sensitivity))
         for rate, group in zip(self.rates or (), self.optimizer.param_groups):
@@ -92,9 +100,23 @@ class Recorded:
                 self.written.pop(rate, None)
             else:
                 self._tell(rate, group["lr"])
-        self.replay()
-        torch.autograd.graph.increment_version(updated_by(self.optimizer))
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+
+    def repeats(self, run: Callable[[], Any], sums: Sequence[Tensor]) -> bool:
+        """Whether a replay does what `run` does, on sums that nobody's record had a part in, with the same noise. All is put back."""
+        before = [tensor.detach().clone() for tensor in self.held]
+        found: list[list[Tensor]] = []
+        with torch.no_grad():
+            try:
+                for step in (run, self.replay):
+                    for total in sums:
+                        total.copy_(torch.linspace(-1, 1, total.numel(), dtype=total.dtype, device=total.device).view_as(total))
+                    self.prepare(Reproducible(0), 1.0, 0)
+                    step()
+                    found.append([tensor.detach().clone() for tensor in self.held])
+                    torch._foreach_copy_(self.held, before)
+            finally:
+                torch._foreach_copy_(self.held, before)
+        return all(repeats(replayed, mine, mine.dtype) for mine, replayed in zip(*found))
 
     def _tell(self, place: Tensor, number: float) -> None:
         if self.written.get(place) != number:
@@ -176,28 +198,32 @@ class RecordedUpdate:
         rates = [room_for_rate(optimizer, group, device) for group in optimizer.param_groups] if takes_rates(optimizer) else None
         gradients: list[Tensor] = []
 
-        def run() -> None:
-            gradients[:] = self._updates.noised_sums(self._number, sums, deviation, source, 0, apart=False, in_place=self._in_loop)
+        def run() -> list[Tensor]:
+            noised = self._updates.noised_sums(self._number, sums, deviation, source, 0, apart=False, in_place=self._in_loop)
             everyone = held_by(optimizer)
             there = [parameter.grad for parameter in everyone]  # what is foreign is refused later, and must not vanish here
             try:
                 for parameter in everyone:
                     parameter.grad = None  # of frozen ones too
-                for parameter, gradient in zip(parameters, gradients):
+                for parameter, gradient in zip(parameters, noised):
                     parameter.grad = gradient
                 with self._updates.unwatched(), for_a_graph(optimizer, rates):
                     optimizer.step()
             finally:
                 for parameter, before in zip(everyone, there):
                     parameter.grad = before
+            return noised
 
         with state_kept(optimizer):
             capture = captured_in_passing if self._in_loop else captured
-            replay = capture(run, device, list(source.generators.values()))
+            replay = capture(lambda: gradients.extend(run()), device, list(source.generators.values()))
             now = self._held(sums)
             if len(now) != len(held) or any(a is not b for a, b in zip(now, held)):
                 raise NotTraceable("its step makes new state, which would begin anew with every replay.")
-        return Recorded(self._updates, optimizer, replay, source, deviation, rates, held, gradients)
+            recorded = Recorded(self._updates, optimizer, replay, source, deviation, rates, held, gradients)
+            if self._in_loop and not recorded.repeats(run, list(sums.values())):
+                raise ArithmeticError("a replay finds something else than the step that was recorded.")
+        return recorded
 
 
 def _places(held: list[Tensor]) -> tuple[int, ...]:
