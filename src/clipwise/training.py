@@ -171,12 +171,12 @@ class PrivateTraining:
             self._in_loop[number] = UpdateInLoop(number, self._updates)
         return self._in_loop[number].ready(self._intake.pending.sums, has_penalties=self.has_regularizers)
 
-    def take_step(self, number: int, replay: Release) -> None:
-        """A step that a replay makes as a whole."""
-        if self._is_due(number):
+    def take_step(self, number: int, replay: Release, trainable: Sequence[Tensor]) -> None:
+        """A step that a replay makes as a whole, of a model with these trainable parameters."""
+        if self._is_due(number, trainable):
             self._release(number, replay, moves_weights=True)
 
-    def _is_due(self, number: int) -> bool:
+    def _is_due(self, number: int, trainable: Sequence[Tensor] | None = None) -> bool:
         """Everything is checked before it is counted. False: the step is under way already, and asks once more."""
         pending, draws = self._intake.pending, self._intake.draws
         if (number in pending.stepped or not pending.handed) and self._updates.is_still_under_way(number):
@@ -189,7 +189,7 @@ class PrivateTraining:
         if not pending.stepped:
             self._progress.check_budget()
             draws.check_complete(pending.entries)
-            self._updates.check()
+            self._updates.check(trainable)
             self._regularizers.evaluate()
         return True
 

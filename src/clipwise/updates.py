@@ -96,9 +96,12 @@ class Updates:
     def name_of(self, parameter: Tensor) -> str:
         return members_of(self._modules).names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
-    def check_coverage(self) -> list[Tensor]:
-        """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them."""
-        parameters = self.parameters()
+    def check_coverage(self, trainable: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        """Every trainable parameter belongs to exactly one optimizer, and the optimizers update nothing else. Returns them.
+
+        `trainable`: those that are trainable now, where that was looked for in this step.
+        """
+        parameters = self.parameters() if trainable is None else trainable
         now = [*parameters, None, *(parameter for optimizer in self.optimizers for parameter in (None, *updated_by(optimizer)))]
         if len(now) == len(self._covered) and all(map(operator.is_, now, self._covered)):
             return parameters
@@ -145,9 +148,9 @@ class Updates:
                     "PrivateTraining(…, scaler=scaler) a gradient scaler; a weight for each example belongs into its loss.",
                 )
 
-    def check(self) -> None:
-        """Before anything is released: who is updated, what is in p.grad, how it was scaled."""
-        self._witness.check(self.check_coverage(), unscaled=self._is_unscaled())
+    def check(self, trainable: Sequence[Tensor] | None = None) -> None:
+        """Before anything is released: who is updated, what is in p.grad, how it was scaled. `trainable`: as for `check_coverage`."""
+        self._witness.check(self.check_coverage(trainable), unscaled=self._is_unscaled())
         before, self._scales_before = self._scales_before, None
         if before is not None:
             self._check_factors(before.numbers())
@@ -252,9 +255,11 @@ class Updates:
 
     def is_heard_by_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks that are not ours listen to its step, or to every optimizer's."""
-        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-        everywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-        return bool(everywhere) or not self._ours.issuperset(hooks)
+        if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+            return True
+        return not (
+            self._ours.issuperset(optimizer._optimizer_step_pre_hooks) and self._ours.issuperset(optimizer._optimizer_step_post_hooks)
+        )
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -55,10 +55,11 @@ class CompiledStep:
             bound = self._training.clipping.sensitivity / clipping.sensitivity
             self._intake.hand_in(self.graphs.clipped(variant, batch, bound), variant.parameters, batch.inputs)
         for number, (optimizer, update) in enumerate(zip(self._updates.optimizers, self._recorded)):
-            may_replay = variant is not None and not self._training.has_regularizers
-            recorded = update.ready(self._intake.pending.sums, update.numbers()) if may_replay else None
-            if recorded is not None:
-                self._training.take_step(number, recorded.release)
+            recorded = None
+            if variant is not None and not self._training.has_regularizers:
+                recorded = update.ready(self._intake.pending.sums, update.numbers())
+            if variant is not None and recorded is not None:
+                self._training.take_step(number, recorded.release, variant.trainable)
             else:
                 optimizer.step()
                 optimizer.zero_grad()

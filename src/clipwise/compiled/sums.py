@@ -222,15 +222,16 @@ class GraphSums:
         weights, finite = [], []
         for leaves, count in batch.parts:
             *sums, scale, good = variant.run(_tensors(leaves), count, bound)
-            weights.append(scale[:count])
-            finite.append(good[:count])
+            weights.append(scale if count == self.rows else scale[:count])
+            finite.append(good if count == self.rows else good[:count])
             if len(batch.parts) > 1:
                 totals = list(torch._foreach_add(sums, totals or 0.0))  # of its own: two outputs of a graph may be one tensor
                 weights[-1], finite[-1] = weights[-1].clone(), finite[-1].clone()
         if totals:
             torch._foreach_copy_(sums, totals)
-        both = (vectors[0] if len(vectors) == 1 else torch.cat(vectors) for vectors in (weights, finite))
-        return Clipped(dict(zip(variant.names, sums)), *both)
+        if len(weights) > 1:
+            weights, finite = [torch.cat(weights)], [torch.cat(finite)]
+        return Clipped(dict(zip(variant.names, sums)), weights[0], finite[0])
 
 
 def _home(modules: Sequence[nn.Module]) -> torch.device:

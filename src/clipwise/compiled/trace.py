@@ -42,27 +42,35 @@ class State:
     modules: Sequence[nn.Module]
     places: list[tuple[dict[str, Any], str]]  # (a module's _parameters or _buffers, name there)
     tensors: list[Tensor]  # at each of them
+    parameters: list[int]  # places of each module that are for parameters
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], everyone: Sequence[nn.Module] | None = None) -> State:
         """`everyone`: these and the modules below them, where they are known."""
-        places, tensors = [], []
+        places, tensors, parameters = [], [], []
         for module in all_modules(modules) if everyone is None else everyone:
             for members in (module._parameters, module._buffers):
                 for name, tensor in members.items():
                     if tensor is not None:
                         places.append((members, name))
                         tensors.append(tensor)
-        return cls(modules, places, tensors)
+            parameters.append(len(module._parameters))
+        return cls(modules, places, tensors, parameters)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return tuple([(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
+        return (*self.parameters, *[(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
 
     @cached_property
     def distinct(self) -> list[Tensor]:
         """Every tensor once: tied weights are one input."""
         return list({id(tensor): tensor for tensor in self.tensors}.values())
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """Parameters of the modules that are trained, once."""
+        parameters = dict.fromkeys(p for module in all_modules(self.modules) for p in module._parameters.values() if p is not None)
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _put(self, tensors: Iterable[Tensor]) -> None:
         """Let the modules hold these, one for each place."""

@@ -141,18 +141,15 @@ class RecordedUpdate:
         self._found: dict[Any, Recorded] = {}
 
     def numbers(self) -> tuple[Any, ...] | None:
-        """Those of the optimizer; None where its step cannot be recorded: others listen to it, it lies on several devices, or all was tried."""
+        """Those of the optimizer; None where its step cannot be recorded: others listen to it, say, or all was tried."""
         optimizer, updates = self._optimizer, self._updates
-        step: Any = vars(optimizer).get("step")  # a scheduler's, around torch's own, or somebody's
+        own: dict[str, Any] = optimizer.__dict__
+        step = own.get("step")  # a scheduler's, around torch's own, or somebody's
         is_torchs = step is None or (hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step)
-        if not self._left or type(optimizer) not in KNOWN or not is_torchs or updates.is_heard_by_others(optimizer):
+        is_scaled = own.get("grad_scale") is not None or own.get("found_inf") is not None  # by a scaler, for one step
+        if not self._left or type(optimizer) not in KNOWN or not is_torchs or is_scaled or updates.is_heard_by_others(optimizer):
             return None
-        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):  # a scaler's, for one step
-            return None
-        devices = {parameter.device for parameter in updated_by(optimizer)}
-        if len(devices) != 1 or not can_be_recorded(next(iter(devices))) or not isinstance(updates.randomness, _ON_DEVICE):
-            return None
-        return self._numbers.now()
+        return self._numbers.now() if isinstance(updates.randomness, _ON_DEVICE) else None
 
     def ready(self, sums: Mapping[int, Tensor], numbers: tuple[Any, ...] | None) -> Recorded | None:
         """The update for these sums and numbers, recorded now or before; None: the step is to be made eagerly."""
@@ -160,7 +157,8 @@ class RecordedUpdate:
             return None
         found = self._found.get((numbers, _places(self._held(sums))))
         if found is None:
-            if not has_state(self._optimizer):
+            devices = {parameter.device for parameter in updated_by(self._optimizer)}
+            if len(devices) != 1 or not all(map(can_be_recorded, devices)) or not has_state(self._optimizer):
                 return None
             steps_beside_parameters(self._optimizer)
             self._left -= 1

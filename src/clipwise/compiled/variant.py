@@ -33,6 +33,7 @@ class Variant:
     _rows: int
     _device: torch.device
     _last_bound: list[tuple[float, Tensor]]
+    trainable: list[Tensor]  # parameters of the model
 
     @classmethod
     def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str) -> Variant:
@@ -45,7 +46,8 @@ class Variant:
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
         last_bound = [(1.0, number_on(device, 1.0))]
-        return cls(traced, coarsest(traced.graph, device), parameters, run, tensors, len(batch_and_mask[-1]), device, last_bound)
+        rows = len(batch_and_mask[-1])
+        return cls(traced, coarsest(traced.graph, device), parameters, run, tensors, rows, device, last_bound, state.trainable)
 
     @property
     def names(self) -> list[str]:
