@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
+from clipwise.factors import Outer
 from clipwise.randomness import Fast, Reproducible, Secure
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from helpers import ALL_METHODS, Net, assert_exact, clipped, examples, sensitivity
@@ -410,21 +411,27 @@ def test_whatever_is_fastest_is_right(compiled_kernels, monkeypatch):
     assert float((runs[0][0] - runs[1][0]).norm()) <= 1e-4 * float(runs[0][0].norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("shape", [(5, 7, 33, 70), (3, 197, 768, 3072), (64, 49, 300, 300), (2, 1, 1, 1), (2, 1100, 64, 40)], ids=str)
-def test_the_kernel_for_products_of_terms(compiled_kernels, shape, tile):
+def test_the_kernel_for_products_of_terms(compiled_kernels, shape, tile, dtype):
+    from clipwise.factors.inner import gram_kernel_roundoff
     from clipwise.kernels.gram import gram_squares
     from clipwise.kernels.terms import masses
 
+    if dtype == torch.float32 and tile > 64:
+        pytest.skip("not a candidate")
     examples_, terms, p, d = shape
-    left = torch.randn(examples_, terms, p, device="cuda").bfloat16()
-    right = torch.randn(examples_, d, terms, device="cuda").bfloat16().mT
+    left = torch.randn(examples_, terms, p, device="cuda").to(dtype)
+    right = torch.randn(examples_, d, terms, device="cuda").to(dtype).mT
     left[:, terms // 2 :].mul_(-1)
+    left[0, 1::2] = -left[0, : terms - terms % 2 : 2]  # terms that cancel
+    right[0, 1::2] = right[0, : terms - terms % 2 : 2]
     squares, mass = gram_squares(left, right, tile)
     expected = torch.matmul(left.double().mT, right.double()).flatten(1).square().sum(1)
     exact_mass = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1)
-    assert ((squares - expected).abs() <= 4 * (p + d + 258) * 2.0**-24 * exact_mass**2).all()
-    torch.testing.assert_close(squares, expected, rtol=1e-4, atol=0)
+    assert ((squares - expected).abs() <= gram_kernel_roundoff(Outer(left, right)) * exact_mass**2).all()
+    torch.testing.assert_close(squares[1:], expected[1:], rtol=1e-4, atol=0)
     assert (mass >= exact_mass).all() and (mass <= (1.0012 + 4 * max(p, d) * 2.0**-24) * exact_mass).all()
     torch.testing.assert_close(masses(left, right), exact_mass, rtol=1e-12, atol=0)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import clipwise as cw
+from clipwise import planner
 from clipwise.factors import (
     Convolution,
     Dense,
@@ -82,7 +83,7 @@ def test_weighted_sum_examples_and_mass(kind):
 def test_every_way_gives_the_norm(kind, way, monkeypatch):
     factor = KINDS[kind]()
     monkeypatch.setattr(ways_module, "choose_way", lambda **_: way)
-    monkeypatch.setattr(sums_module, "chunk_on", lambda device: 40)  # several chunks
+    monkeypatch.setattr(planner, "_AT_ONCE", 40)  # several chunks
     total = sum_of([factor])
     expected = factor.dense().flatten(1).square().sum(1)
     torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected, rtol=1e-10, atol=0)
@@ -223,6 +224,19 @@ def test_gradients_are_kept_where_they_fit_the_budget():
     assert may_keep(**size, budget=MemoryBudget())
     assert not may_keep(**size, budget=MemoryBudget(0))
     assert not may_keep(**size | dict(held=1), budget=MemoryBudget())
+
+
+def test_gradients_may_stay_where_they_take_no_more_than_what_is_let_go_for_them(monkeypatch):
+    """Other ways hold on to their terms; a step that is at its peak has room for what is smaller than these, and for what is there for a moment."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1200)
+    size, full = dict(batch=1, numel=100, held=50, element_size=4), MemoryBudget(10**6, most=1000)
+    assert not may_keep(**size, budget=full)
+    assert may_keep(**size, budget=full, lets_go=400) and may_keep(**size, budget=full, lets_go=375)
+    assert not may_keep(**size, budget=full, lets_go=374)
+    assert may_keep(**size, budget=MemoryBudget(10**6, most=1300), lets_go=300)  # 100 more than that, and 100 are left
+    assert not may_keep(**size, budget=MemoryBudget(399, most=1000), lets_go=400)  # there is no such memory
+    assert not full.has(40) and full.has_for_a_moment(40) and not full.has_for_a_moment(41)
+    assert not MemoryBudget(39, most=1000).has_for_a_moment(40) and not MemoryBudget(39).has_for_a_moment(40)
     budget = MemoryBudget(B * 20 * 8)
     ways = [FactorSum([Outer(random(B, 3, 4), random(B, 3, 5))]).measure(budget) and budget.has(1) for _ in range(2)]
     assert ways == [False, False]  # the first took all of it

@@ -15,12 +15,21 @@ _SMALL = 2**26  # bytes that nobody misses
 _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a recording's inputs
 _MUCH = 2**29  # bytes that a recording does not copy, however much is free
 _SHARE_OF_UPDATES = 20  # of the most that the training has held so far, one in so many parts for the sums that a recorded update reads
-_SLACK = 20  # one in so many parts of what is allocated may be allocated besides
-_CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers written out at a time when nothing is kept
+_SLACK = 20  # one in so many parts of what is allocated may be allocated besides …
+_LEAST_SLACK = 2**24  # … or so many bytes, where that is more
+_MOMENT = 25  # one in so many parts for what is let go again before anything else is computed
+_ABOUT = 16  # one in so many parts more than what is let go in exchange is no more than that
+_CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled back, at a time
+_AT_ONCE = 2**24  # numbers written out at a time when nothing is kept
 
 
 def chunk_on(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK["cpu"])
+
+
+def examples_at_once(batch: int, numel: int) -> int:
+    """How many examples' gradients, of so many numbers each, are written out at a time when nothing is kept."""
+    return min(batch, max(1, _AT_ONCE // max(numel, 1)))
 
 
 class MemoryBudget:
@@ -40,11 +49,21 @@ class MemoryBudget:
         """What is free is asked for when it is needed, which for small layers is never."""
         return cls(device=device, most=most)
 
-    def has(self, size: int) -> bool:
-        """Whether so many bytes are there."""
+    def has(self, size: int, *, lets_go: int = 0) -> bool:
+        """Whether so many bytes are there. `lets_go`: bytes that are let go in exchange, and would stay allocated otherwise."""
+        if not self._is_free(size):
+            return False
+        more = size - lets_go
+        return self._most is None or more <= size // _ABOUT or more <= self._most - torch.cuda.memory_allocated(self._device)
+
+    def has_for_a_moment(self, size: int) -> bool:
+        """Whether so many bytes are there for what is let go again before anything else is computed."""
+        return self.has(size) or (self._is_free(size) and self._most is not None and size <= self._most // _MOMENT)
+
+    def _is_free(self, size: int) -> bool:
         if self._left is None:
             self._left = _free_on(self._device)
-        return size + self._spent <= self._left and (self._most is None or size <= self._most - torch.cuda.memory_allocated(self._device))
+        return size + self._spent <= self._left
 
     def take(self, size: int) -> bool:
         """Reserve `size` bytes if they are there."""
@@ -64,7 +83,10 @@ def peak_allowed(device: torch.device) -> int | None:
     Now, before anything is freed, an ordinary step is about at its peak. Gradients that stay written out take the place of what the
     pass gives back as it goes, and a little more.
     """
-    return torch.cuda.memory_allocated(device) * (_SLACK + 1) // _SLACK if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    return allocated + max(allocated // _SLACK, _LEAST_SLACK)
 
 
 _for_graphs: dict[torch.device, int] = {}
@@ -107,9 +129,12 @@ def room_for_update(device: torch.device) -> int:
     return min(_free_on(device), max(_SMALL, torch.cuda.max_memory_allocated(device) // _SHARE_OF_UPDATES))
 
 
-def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget) -> bool:
-    """Whether all gradients may stay written out. `held`: numbers that an example's factors hold anyway."""
-    return numel <= _KEEP_UP_TO * held and budget.has(batch * numel * element_size)
+def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget, lets_go: int = 0) -> bool:
+    """Whether all gradients may stay written out. `held`: numbers that an example's factors hold; `lets_go`: bytes of all of them.
+
+    Every other way holds on to the factors until the norms of all parameters are known; this one lets them go.
+    """
+    return numel <= _KEEP_UP_TO * held and budget.has(batch * numel * element_size, lets_go=lets_go)
 
 
 def choose_way(*, may_keep: bool, dense_flops: int, gram_flops: int | None, bf16_bytes: int = 0) -> str:

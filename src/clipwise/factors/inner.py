@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import GRAM_TILES, are_available
+from ..kernels import GRAM_COLUMNS, GRAM_TILES, are_available
 from ..numerics import flat_rows, product, to_accumulate, to_multiply, unit_roundoff, wider_dtype
 from .base import Factor
 from .convolution import Convolution
@@ -17,8 +17,12 @@ from .dense import Dense
 from .outer import Outer
 from .rows import Rows
 
-_LONGEST_GRAM = {torch.bfloat16: 2**11, torch.float32: 2**8}  # terms whose products a kernel forms; those of float32 take long
+_LONGEST_GRAM = {
+    torch.bfloat16: 2**11,
+    torch.float32: 2**8,
+}  # terms whose products a kernel forms; those of float32 take three times as long
 _ADDED_IN_A_TILE = 64  # additions one after the other, at most
+_LEFT_OUT = 96  # units of float32, for two sides: a number cut to TF32 twice lacks 2⁻²⁰ of it, and what the two products of its parts leave out is as small
 _TENSOR_CORES = 4  # they cut sums off where others round them to the nearest number (Fasi et al. 2021), and keep two bits more
 
 
@@ -65,19 +69,24 @@ def inner_roundoff(factors: list[Factor]) -> float:
     lengths = [factor.widths if isinstance(factor, Outer | Convolution) else factor.shape[1:].numel() for factor in factors]
     stored = {factor.stored_dtype for factor in factors}
     if torch.bfloat16 in stored:
-        return _added_in_float32(max(lengths), torch.bfloat16)
+        return _added_in_float32(max(lengths))
     wide = unit_roundoff(wider_dtype(torch.empty((), dtype=factors[0].dtype, device="meta")))
     return (max(lengths) + 2) * wide
 
 
 def gram_kernel_roundoff(factor: Outer | Convolution) -> float:
-    """The same for the kernel, which adds in float32, on tensor cores or not."""
-    return _added_in_float32(factor.widths, factor.stored_dtype)
+    """The same for the kernel: tensor cores add a few columns of each side, float32 adds these sums.
+
+    Of float32 they add three products of TF32 each, the two small ones first: what is lost there is a thousand times smaller.
+    """
+    by_cores = _TENSOR_CORES * min(factor.widths, 2 * GRAM_COLUMNS)
+    left_out = _LEFT_OUT if factor.stored_dtype == torch.float32 else 0
+    return (by_cores + factor.widths // GRAM_COLUMNS + 4 + _ADDED_IN_A_TILE + left_out) * unit_roundoff(torch.float32)
 
 
-def _added_in_float32(length: int, stored: torch.dtype) -> float:
-    """For so many products of two such numbers."""
-    return (_TENSOR_CORES if stored == torch.bfloat16 else 1) * (length + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
+def _added_in_float32(length: int) -> float:
+    """For so many products of two bf16 numbers."""
+    return _TENSOR_CORES * (length + 2 + _ADDED_IN_A_TILE) * unit_roundoff(torch.float32)
 
 
 def _outer_outer(a: Outer, b: Outer) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import flat_rows, product_roundoff, unit_roundoff
-from ..planner import MemoryBudget, chunk_on
+from ..planner import MemoryBudget, examples_at_once
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
@@ -211,7 +211,7 @@ class FactorSum:
             return of_rows(single.grad)
         if way == "gram":
             return self._gram()
-        step = max(1, chunk_on(self.device) // max(self.shape.numel(), 1))
+        step = examples_at_once(self.batch, self.shape.numel())
         chunks = [of_rows(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
         return chunks[0] if len(chunks) == 1 else known(torch.cat([chunk.bare for chunk in chunks]))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import in_one_line
 from ..kernels import CONVOLUTION_TILES, GRAM_TILES, OUTER_TILES, are_available
-from ..planner import MemoryBudget, choose_way, chunk_on, may_keep
+from ..planner import MemoryBudget, choose_way, examples_at_once, may_keep
 from ..trials import TRIALS, Unusable
 from .convolution import Convolution
 from .dense import Dense
@@ -49,23 +49,24 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         return "product", None
     numel, element_size = total.shape.numel(), total.dtype.itemsize
     held, flops = sum(factor.elements for factor in factors), sum(factor.dense_flops for factor in factors)
-    keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget)
+    lets_go = sum(tensor.numel() * tensor.element_size() for factor in factors for tensor in factor.tensors)
+    keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget, lets_go=lets_go)
     gram = _gram_flops(total) if inner_products_are_cheap(factors) else None
     written = numel * element_size if all(factor.stored_dtype == torch.bfloat16 for factor in factors) else 0
     rule = choose_way(may_keep=keep, dense_flops=flops, gram_flops=None if _fits_at_once(total) else gram, bf16_bytes=written)
     way, seconds = rule, None
     if TRIALS.times(total.device) and total.batch:
         names = _writing_out(total, keep, budget)
-        if gram is not None and gram < _HOPELESS * flops and budget.has(_gram_bytes(total)):
+        if gram is not None and gram < _HOPELESS * flops and budget.has_for_a_moment(_gram_bytes(total)):
             names.append("gram")
         names += _kernels(total, keep, budget)
         plain = [name for name in names if "kernel" not in name]  # nothing else is believed untried
-        if not budget.has(_tile_bytes(total)):
+        if not budget.has_for_a_moment(_tile_bytes(total)):
             names = [name for name in names if not name.startswith("tiles")] or plain
         rule = next((name for name in plain if name.startswith(rule)), plain[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
-        budget.take(total.batch * numel * element_size)
+        budget.spend(total.batch * numel * element_size)
     return way, seconds
 
 
@@ -75,9 +76,9 @@ def _writing_out(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str
     [single, *others] = total.factors
     if others or not isinstance(single, Convolution) or not single.kernels:
         return ways
-    kernels = [kernel for kernel in single.kernels if kernel != "windows" or budget.has(single.windows_bytes)]
-    kernels.sort(key=lambda kernel: kernel != single.kernel_by_rule)
-    return [f"{way} by {kernel}" for way in ways for kernel in kernels]
+    kernels = sorted(single.kernels, key=lambda kernel: kernel != single.kernel_by_rule)
+    copied = {"keep": single.windows_bytes, "tiles": single.windows_bytes * _in_a_tile(total) // total.batch}
+    return [f"{way} by {kernel}" for way in ways for kernel in kernels if kernel != "windows" or budget.has_for_a_moment(copied[way])]
 
 
 def _kernels(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
@@ -89,7 +90,7 @@ def _kernels(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
     grams = [f"gram kernel of {tile}" for tile in sizes] if has_gram_kernel(single) else []
     if isinstance(single, Convolution):
         names = [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
-        return names + (grams if budget.has(single.windows_bytes) else [])
+        return names + (grams if budget.has_for_a_moment(single.windows_bytes) else [])
     fitting = [tile for tile in OUTER_TILES if tile <= max(OUTER_TILES[0], *single.widths_of_sides)]
     return [f"kernel of {tile}" for tile in fitting[-2:]] + grams  # smaller tiles read the same numbers more often
 
@@ -126,7 +127,7 @@ def _trial(total: FactorSum, way: str) -> Callable[[], Tensor]:
 
 def _fits_at_once(total: FactorSum) -> bool:
     """On a GPU a gram takes many kernels; where all gradients can be written out at once, that takes one."""
-    return total.device.type == "cuda" and total.batch * total.shape.numel() <= chunk_on(total.device)
+    return total.device.type == "cuda" and _in_a_tile(total) == total.batch
 
 
 def _gram_flops(total: FactorSum) -> int:
@@ -141,7 +142,11 @@ def _gram_bytes(total: FactorSum) -> int:
 
 def _tile_bytes(total: FactorSum) -> int:
     """What lies written out for a moment, and what a library takes to write it."""
-    return 2 * min(total.batch * total.shape.numel(), chunk_on(total.device)) * total.dtype.itemsize
+    return 2 * _in_a_tile(total) * total.shape.numel() * total.dtype.itemsize
+
+
+def _in_a_tile(total: FactorSum) -> int:
+    return examples_at_once(total.batch, total.shape.numel())
 
 
 def _terms(total: FactorSum) -> int:

@@ -1,11 +1,13 @@
 """‖Σ_t left_t ⊗ right_t‖² = Σ_st ⟨left_s, left_t⟩·⟨right_s, right_t⟩ for every example, without writing the products to memory; and Σ_t ‖left_t‖·‖right_t‖.
 
-A program forms the products of one tile of terms with another, on or above the diagonal, by exact products added in float32. What
-programs found is added up in float64, in a fixed order. On the diagonal lie the norms of the terms, so their sum comes for nothing.
+A program forms the products of one tile of terms with another, on or above the diagonal, by products added in float32: exact ones of bf16
+and float16, of float32 three of TF32 each (which parts of it they leave out, factors/inner.py bounds). What programs found is added up in
+float64, in a fixed order. On the diagonal lie the norms of the terms, so their sum comes for nothing.
 
-Float32 has no room for products below 2⁻¹²⁶: a sum of p of them may miss p·2⁻¹²⁶ ≤ ε_p². What this can take away from a norm is
-added to it, and to the mass: ε_p·Σ‖right_t‖ + ε_d·Σ‖left_t‖ + T·2⁻⁶³, some 10⁻¹⁵ for numbers as they come. Nor has it room for products
-beyond 2¹²⁸: an example whose terms pass 10¹⁹ counts as not finite.
+Float32 has no room for products below 2⁻¹²⁶: a sum of p of them, three times that many of TF32, may miss 3p·2⁻¹²⁶, and what TF32 leaves of
+a number may vanish, too: together less than ε_p² = 4p·2⁻¹²⁶. What this can take away from a norm is added to it, and to the mass:
+ε_p·Σ‖right_t‖ + ε_d·Σ‖left_t‖ + T·2⁻⁶³, some 10⁻¹⁵ for numbers as they come. Nor has it room for products beyond 2¹²⁸: an example whose
+terms pass 10¹⁹ counts as not finite.
 """
 
 from __future__ import annotations
@@ -19,32 +21,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tracing import is_tracing
+from . import GRAM_COLUMNS
 from .launch import launch
 from .operators import operator
+from .outer import precision_of
 
-_STEP = 64  # columns that are multiplied at once
 _AT_ONCE = 32  # numbers of programs that are added at once
 _ROUNDED_UP = 1.001  # roots in float32, and their sums
 
 
 @triton.jit
-def _products(side, firsts, seconds, terms, width, term, column, TILE: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """⟨side_s, side_t⟩ for s in `firsts`, t in `seconds`."""
-    acc = tl.zeros((TILE, TILE), dtype=tl.float32)
+def _products(side, firsts, seconds, terms, width, term, column, PRECISION: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """⟨side_s, side_t⟩ for s in `firsts`, t in `seconds`. Tensor cores add STEP columns, which they do coarsely; those sums are added by others."""
+    less = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, width, STEP):
         at = start + tl.arange(0, STEP)
         a = tl.load(side + firsts[:, None] * term + at[None, :] * column, mask=(firsts < terms)[:, None] & (at < width)[None, :], other=0.0)
         b = tl.load(
             side + at[:, None] * column + seconds[None, :] * term, mask=(at < width)[:, None] & (seconds < terms)[None, :], other=0.0
         )
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
+        less -= tl.dot(a, b, input_precision=PRECISION)  # added, a compiler would have tensor cores do it
+    return 0.0 - less
 
 
 @triton.jit
 def _gram(  # type: ignore[no-untyped-def]
     left, right, inner_out, masses_out, lefts_out, rights_out, terms, p, d, tiles, pairs,
-    left_row, left_term, left_column, right_row, right_term, right_column, TILE: tl.constexpr, STEP: tl.constexpr,
+    left_row, left_term, left_column, right_row, right_term, right_column, PRECISION: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     row, pair = (tl.program_id(0) // pairs).to(tl.int64), tl.program_id(0) % pairs
     second = ((tl.sqrt((8 * pair + 1).to(tl.float32)) - 1.0) / 2.0).to(tl.int32)  # pairs in the order (0,0) (0,1) (1,1) (0,2) …
@@ -53,8 +56,8 @@ def _gram(  # type: ignore[no-untyped-def]
     first = pair - second * (second + 1) // 2
     firsts = (first * TILE + tl.arange(0, TILE)).to(tl.int64)
     seconds = (second * TILE + tl.arange(0, TILE)).to(tl.int64)
-    lefts = _products(left + row * left_row, firsts, seconds, terms, p, left_term, left_column, TILE, STEP)
-    rights = _products(right + row * right_row, firsts, seconds, terms, d, right_term, right_column, TILE, STEP)
+    lefts = _products(left + row * left_row, firsts, seconds, terms, p, left_term, left_column, PRECISION, TILE, STEP)
+    rights = _products(right + row * right_row, firsts, seconds, terms, d, right_term, right_column, PRECISION, TILE, STEP)
     total = tl.sum(tl.sum(lefts * rights, axis=1), axis=0).to(tl.float64)  # may double where a float32 may not
     tl.store(inner_out + row * pairs + pair, tl.where(first == second, total, 2 * total))
     if first == second:
@@ -107,9 +110,10 @@ def _run(left: Tensor, right: Tensor, tile: int) -> Tensor:
     arguments: tuple[Any, ...] = (
         left, right, inner, masses, lefts, rights, terms, p, d, tiles, pairs, *left.stride(), *right.stride(),
     )  # fmt: skip
-    missed = [math.sqrt(width) * 2.0**-63 for width in (p, d)]
+    missed = [math.sqrt(4 * width) * 2.0**-63 for width in (p, d)]
     rounded_up = _ROUNDED_UP + 4 * max(p, d) * 2.0**-24
-    launch(_gram, (examples * pairs,), *arguments, TILE=tile, STEP=_STEP, num_warps=8 if tile > 64 else 4)
+    precision = precision_of(left, tf32=False)
+    launch(_gram, (examples * pairs,), *arguments, PRECISION=precision, TILE=tile, STEP=GRAM_COLUMNS, num_warps=8 if tile > 64 else 4)
     sums = (inner, masses, lefts, rights, found, tiles, pairs, examples, *missed, terms * 2.0**-63, rounded_up)
     launch(_add_up, (examples,), *sums, AT_ONCE=_AT_ONCE)
     return found
