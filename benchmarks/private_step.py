@@ -147,11 +147,14 @@ def _let_libraries_take_room(run: Step | None, x: Tensor, y: Tensor) -> None:
 
 
 def _held() -> int:
-    """Bytes that are allocated now, with all that graphs have set aside for themselves."""
+    """Bytes that are allocated now, with all that graphs have set aside for themselves; what nobody uses any more is given back first, and
+    peaks begin anew: a training goes by what it has held itself."""
     if DEVICE == "cpu":
         return 0
     gc.collect()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated() + _idle_in_graphs()
 
 

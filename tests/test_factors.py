@@ -29,6 +29,7 @@ from clipwise.factors import (
     sum_of,
     together,
 )
+from clipwise.factors import convolution as convolution_module
 from clipwise.factors import sums as sums_module
 from clipwise.factors import ways as ways_module
 from clipwise.factors.placed import Region, Storage, are_disjoint
@@ -224,6 +225,22 @@ def test_gradients_are_kept_where_they_fit_the_budget():
     assert may_keep(**size, budget=MemoryBudget())
     assert not may_keep(**size, budget=MemoryBudget(0))
     assert not may_keep(**size | dict(held=1), budget=MemoryBudget())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kernel, padding, groups", [((3, 2), (1, 2), 2), ((1, 1), (0, 0), 1), ((5, 5), (3, 1), 1)], ids=str)
+@pytest.mark.parametrize("stride, dilation", [((1, 1), (1, 2)), ((2, 1), (1, 1)), ((3, 2), (2, 1))], ids=str)
+def test_windows_that_are_copied_are_those_of_the_view(stride, dilation, kernel, padding, groups, transposed, monkeypatch):
+    """A graph copies them, by one kernel where that knows such windows; a view by strides is the reference."""
+    if transposed and any(p > (k - 1) * d for p, k, d in zip(padding, kernel, dilation)):
+        padding = (0, 0)
+    module = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 6, kernel, stride, padding, groups=groups, dilation=dilation)
+    x = torch.randn(3, 4, 11, 12)
+    geometry = Geometry(stride, padding, dilation, groups, transposed, (0, 0) if transposed else ())
+    factor = Convolution.of_rows(torch.randn_like(module(x)), x, module.weight.shape, geometry)
+    viewed = factor.as_outer().right.clone()
+    monkeypatch.setattr(convolution_module, "is_tracing_in_one", lambda: True)
+    assert torch.equal(factor.as_outer().right, viewed)
 
 
 def test_gradients_may_stay_where_they_take_no_more_than_what_is_let_go_for_them(monkeypatch):

@@ -100,7 +100,7 @@ def transposed():
 def test_kernels_are_candidates_and_agree_with_their_twins(make, interpreted, monkeypatch):
     monkeypatch.setattr(ways_module, "CONVOLUTION_TILES", (16,))  # test_kernels.py tries other sizes
     monkeypatch.setattr(ways_module, "OUTER_TILES", (32,))
-    monkeypatch.setattr(ways_module, "GRAM_TILES", (64,))
+    monkeypatch.setattr(ways_module, "GRAM_TILES", {torch.float32: (64,)})
     made = make()
     exact = (made[0] if isinstance(made, list) else made).examples(0, 2)
     total = FactorSum([in_float32(exact)])
@@ -131,7 +131,7 @@ def test_a_kernel_that_disagrees_with_its_twin_or_fails_is_left_out(fault, inter
     monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
     monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     monkeypatch.setattr(Outer, "by_kernel", faulty)
-    monkeypatch.setattr(ways_module, "GRAM_TILES", ())
+    monkeypatch.setattr(ways_module, "GRAM_TILES", {})
     total = FactorSum([in_float32(FACTORS["sequence"]()[0])])
     with pytest.warns(UserWarning, match="no such instruction" if fault == "raises" else "other norms than its plain twin"):
         total.measure(MemoryBudget())
@@ -175,7 +175,7 @@ def test_without_room_a_kernel_is_tried_before_it_is_believed(fault, interpreted
     for module in (trials, kernels):
         monkeypatch.setattr(module, "DEVICES", {"cpu"})
     monkeypatch.setattr(ways_module, "TRIALS", trials.Trials())
-    monkeypatch.setattr(ways_module, "GRAM_TILES", ())
+    monkeypatch.setattr(ways_module, "GRAM_TILES", {})
     monkeypatch.setattr(ways_module, "OUTER_TILES", (32,))
     if fault:
         monkeypatch.setattr(Outer, "by_kernel", lambda self, tile, keep=False: (torch.ones(2, dtype=torch.float64), None))

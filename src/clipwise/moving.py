@@ -110,7 +110,7 @@ class Moves:
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A call on example data."""
-        kind = KINDS.get(name) or _kind(name)
+        kind = kind_of(name)
         if kind == "entrywise":
             if len(args) > 1 and (len(args) > 2 or isinstance(args[1], Tensor)):
                 self._note_broadcast(args, kwargs, marks)
@@ -223,8 +223,11 @@ def _without_underscore(name: str) -> str:
     return name if name.startswith("_") else name.rstrip("_")
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """entrywise, plain, or something to look at more closely; by name, once."""
+    known = KINDS.get(name)
+    if known is not None:
+        return known
     plain = _without_underscore(name)
     if plain in _ENTRYWISE:
         kind = "entrywise"

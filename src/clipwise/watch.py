@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from .errors import Refusal, UncoveredUse
 from .functions import TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
+from .lanes import MISSED, lane_of, passed
 from .marks import CONSTANT, EXAMPLE, TRACKED
 from .moving import KINDS
 from .program import ProgramCall
@@ -52,6 +53,10 @@ class Watch(TorchFunctionMode):
             found = tapped_again(tape, func, args, kwargs)
             if found is not None:
                 return self._noted(func, trait, args, kwargs, found)
+        if tape.depth and (lane := lane_of(func)):
+            result = passed(tape, func, lane, args, kwargs)
+            if result is not MISSED:
+                return result
         tracked: list[Tensor] = []
         said: list[Any] = [tape.trail, trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)

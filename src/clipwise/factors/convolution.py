@@ -112,14 +112,20 @@ class Convolution(Factor):
         return Outer(left, right, self.shape, groups=True)
 
     def _windows(self, images: Tensor, places: torch.Size) -> Tensor:
-        """Every window, as a view of the padded images. (N, C, *S) → (N, C, *K, *L)
+        """Every window. (N, C, *S) → (N, C, *K, *L)
 
-        In a graph they are copied: a compiler may lay the images out otherwise, and a view by strides would read beyond them.
+        A view of the padded images by strides; on a GPU, and in a graph, a copy: there one kernel makes what torch would copy piece by piece, and a
+        compiler may lay the images out otherwise, so that a view by strides would read beyond them.
         """
         how, kernel = self.geometry, self.shape[2:]
         # The last window may need zeros beyond the padding (transposed, output_padding) or stop short of the edge.
         reach = [(place - 1) * s + (k - 1) * d + 1 for place, s, k, d in zip(places, how.stride, kernel, how.dilation)]
         pads = [(p, end - size - p) for p, end, size in zip(how.padding, reach, images.shape[2:])]
+        copies = is_tracing_in_one() or images.is_cuda
+        if copies and len(kernel) == 2 and all(after <= p for p, after in pads):
+            unfolded = F.unfold(images, kernel, how.dilation, how.padding, how.stride)  # (N, C·K, L)
+            if unfolded.shape[2] == places.numel():
+                return unfolded.view(*images.shape[:2], *kernel, *places)
         if any(amount for pair in pads for amount in pair):
             images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
         if is_tracing_in_one():

@@ -92,7 +92,8 @@ def _added_in_float32(length: int) -> float:
 def _outer_outer(a: Outer, b: Outer) -> Tensor:
     """Σ_ts ⟨left_t, left'_s⟩·⟨right_t, right'_s⟩, the gram of the paper's Section 5.5 for a = b."""
     if a is b and a.stored_dtype == torch.bfloat16 and has_gram_kernel(a):
-        return a.by_gram_kernel(GRAM_TILES[a.terms > GRAM_TILES[0]])[0]
+        small, large = GRAM_TILES[a.stored_dtype]
+        return a.by_gram_kernel(large if a.terms > small else small)[0]
     a_left, b_left, a_right, b_right = to_multiply(a.left, b.left, a.right, b.right)
     lefts, rights = product(_wide(a_left), _wide(b_left).mT), product(_wide(a_right), _wide(b_right).mT)  # (B, G, T, T')
     return (lefts * rights).double().flatten(1).sum(1)

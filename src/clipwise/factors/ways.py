@@ -86,8 +86,7 @@ def _kernels(total: FactorSum, keep: bool, budget: MemoryBudget) -> list[str]:
     [single, *others] = total.factors
     if others or not isinstance(single, Outer | Convolution) or not are_available(single.device, single.stored_dtype):
         return []
-    sizes = GRAM_TILES if single.stored_dtype == torch.bfloat16 else GRAM_TILES[:1]  # float32 takes no tensor cores, and long to compile
-    grams = [f"gram kernel of {tile}" for tile in sizes] if has_gram_kernel(single) else []
+    grams = [f"gram kernel of {tile}" for tile in GRAM_TILES.get(single.stored_dtype, ())] if has_gram_kernel(single) else []
     if isinstance(single, Convolution):
         names = [f"{way} of {tile}" for way in (["keep by kernel", "kernel"] if keep else ["kernel"]) for tile in CONVOLUTION_TILES]
         return names + (grams if budget.has_for_a_moment(single.windows_bytes) else [])

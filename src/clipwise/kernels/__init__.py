@@ -17,7 +17,7 @@ from ..tracing import outside_graphs
 
 DEVICES = set() if os.environ.get("CLIPWISE_KERNELS") == "0" else {"cuda"}  # CLIPWISE_KERNELS=0 leaves them out
 OUTER_TILES = (32, 64, 128)  # rows and columns of a matrix that a program forms
-GRAM_TILES = (64, 128)  # terms, each way
+GRAM_TILES = {torch.bfloat16: (64, 128), torch.float32: (32, 64)}  # terms, each way
 GRAM_COLUMNS = 64  # that are multiplied and added at once
 CONVOLUTION_TILES = (32, 64)  # channels, each way
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
