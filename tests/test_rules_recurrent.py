@@ -1,5 +1,7 @@
 """RNN, LSTM and GRU through the stock kernels, and their cells, against a float64 loop."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import clipwise as cw
+from clipwise.rules import recurrent
 from clipwise.testing import clip_and_add, squared_output
 from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms, sensitivity
 
@@ -55,6 +58,34 @@ def test_any_recurrent_layer(kind, layers, both, bias, batch_first, time, width,
 def test_every_method(kind):
     model = Net(lambda s, x: s.out(torch.tanh(s.a(x)[0])[:, -1]), a=LAYERS[kind](3, 4, 2, batch_first=True), out=nn.Linear(4, 2))
     assert_exact(model, examples(5, 4, 3), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_in_one_piece_of_memory(kind, bias, monkeypatch):
+    """As a GPU gets them: where cuDNN looks for them, and part of the graph as before."""
+    monkeypatch.setattr(recurrent, "_IN_ONE_PIECE", {"cpu"})
+    seen = []
+    monkeypatch.setattr(
+        recurrent, "_one_behind_the_other", lambda weights, make=recurrent._one_behind_the_other: seen.append(make(weights)) or seen[-1]
+    )
+    layer = LAYERS[kind](3, 4, 2, bias=bias, bidirectional=True, batch_first=True)
+    assert_exact(Net(lambda s, x: s.a(x), a=layer), examples(5, 4, 3), loss=everything, methods=ALL_METHODS)
+    for weights in seen:
+        places = [(weight.data_ptr(), weight.nbytes) for weight in weights]
+        assert all(place + size == next_place for (place, size), (next_place, _) in itertools.pairwise(places))
+    assert seen and len(seen[0]) == (4 if bias else 2)
+
+
+def test_final_states_may_be_changed_in_place():
+    """They share the kernel's memory, and nobody needs them as they were."""
+
+    def forward(s, x):
+        out, (hidden, memory) = s.a(x)
+        hidden.mul_(2), memory.tanh_(), out.add_(1)
+        return out, (hidden, memory)
+
+    assert_exact(Net(forward, a=nn.LSTM(3, 4, batch_first=True)), examples(5, 4, 3), loss=everything, methods=ALL_METHODS)
 
 
 @pytest.mark.parametrize("both", [True, False])

@@ -91,7 +91,7 @@ class Deposit:
 
 
 class Keep(torch.autograd.Function):
-    """Copies of a kernel's outputs; in the backward pass the deposit is filled. Saved like anything autograd saves.
+    """A kernel's outputs, of which the first is copied, since it is saved too; in the backward pass the deposit is filled. Saved like anything autograd saves.
 
     The weights that went into the kernel lie behind it: their gradients come from the tap before the kernel (`record` says
     what else went in).
@@ -102,7 +102,7 @@ class Keep(torch.autograd.Function):
         ctx.record, ctx.deposit = record, deposit
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
+        return (outputs[0].clone(), *[output.detach() for output in outputs[1:]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

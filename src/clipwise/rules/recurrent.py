@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _KERNELS: list[Callable[..., Any]] = [torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru]  # in cuDNN's order
 
+_IN_ONE_PIECE = {"cuda"}  # devices whose kernels want their weights one behind the other
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -127,6 +129,8 @@ class _Layer:
             tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
             if weights.b_hh is not None:
                 tensors += [_no_bias(u.shape[-1], u.dtype, u.device), weights.b_hh.to(u.dtype)]
+            if u.device.type in _IN_ONE_PIECE and not is_tracing():
+                tensors = _one_behind_the_other(tensors)
             given = tuple(state) if self.kernel is torch.lstm else state[0]
             args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
             with _without_advice() if u.is_cuda else contextlib.nullcontext():
@@ -159,6 +163,12 @@ def _identity(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 @made_once
 def _no_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(width, dtype=dtype, device=device)
+
+
+def _one_behind_the_other(weights: list[Tensor]) -> list[Tensor]:
+    """In one piece of memory, as cuDNN wants them: by one kernel, where it would copy each of them."""
+    pieces = torch.cat([weight.reshape(-1) for weight in weights]).split([weight.numel() for weight in weights])
+    return [piece.view(weight.shape) for piece, weight in zip(pieces, weights)]
 
 
 def _cudnn(kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
