@@ -15,6 +15,7 @@ WAYS = {
     "in place": lambda s, h: F.relu((h * 1.5).add_(h).mul_(2.0), inplace=True) + h,
     "sum of two": lambda s, h: h + torch.sigmoid(h) - h.square(),
     "numbers": lambda s, h: torch.clamp(h, -0.5, 0.5) * 3 + h.mean(-1, keepdim=True) + F.softmax(h, dim=-1),
+    "numbers first": lambda s, h: torch.pow(2, h) + torch.rsub(h, 1) + 1 / (1 + h.square()),
     "broadcast": lambda s, h: h * h.mean(-1, keepdim=True) + h.sum(-2, keepdim=True),
     "reshaped": lambda s, h: h.reshape(-1, 4).view(h.shape).transpose(1, 2).flatten(1).unflatten(1, (4, 3)).transpose(1, 2),
     "statistics of the model": lambda s, h: s.norm(h.transpose(1, 2)).transpose(1, 2),

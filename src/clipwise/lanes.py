@@ -52,8 +52,9 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
         return MISSED
     if lane == IN_EVALUATION and (args[5] if len(args) > 5 else kwargs.get("training")):
         return MISSED
-    if lane == ENTRYWISE and len(args) > 1 and isinstance(args[1], Tensor) and (len(args) > 2 or args[0].shape != args[1].shape):
-        return MISSED
+    if lane == ENTRYWISE and len(args) > 1 and isinstance(args[1], Tensor):
+        if len(args) > 2 or not isinstance(args[0], Tensor) or args[0].shape != args[1].shape:
+            return MISSED
     said: list[Any] = [tape.trail, trait.name]
     activations = _activations(args, said, trait.takes_sizes, marks.noted, marks.state)
     if kwargs:
