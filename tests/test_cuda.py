@@ -437,6 +437,22 @@ def test_the_kernel_for_products_of_terms(compiled_kernels, shape, tile, dtype):
     torch.testing.assert_close(masses(left, right), exact_mass, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(32, 3, 64, 64, 7, 2, 3), (8, 64, 14, 14, 3, 1, 1), (4, 16, 7, 7, 3, 2, 1), (3, 5, 40, 33, 1, 2, 0)], ids=str
+)
+def test_the_kernel_for_windows(compiled_kernels, shape, dtype):
+    from clipwise.kernels.windows import windows_of
+
+    *image, kernel, stride, padding = shape
+    images = torch.randn(image, device="cuda").to(dtype)
+    expected = F.unfold(images, kernel, 1, padding, stride)
+    places = [(size + 2 * padding - kernel) // stride + 1 for size in image[2:]]
+    for laid_out in (images, images.to(memory_format=torch.channels_last)):
+        found = windows_of(laid_out, [kernel] * 2, places, [stride] * 2, [padding] * 2, [1, 1])
+        assert torch.equal(found.flatten(1, 3).flatten(2), expected)
+
+
 def test_the_kernels_for_noise_and_normalisation(compiled_kernels):
     from clipwise.kernels.noise import noised, plain_normals
     from clipwise.kernels.normalization import normalized_sums

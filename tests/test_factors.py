@@ -231,7 +231,7 @@ def test_gradients_are_kept_where_they_fit_the_budget():
 @pytest.mark.parametrize("kernel, padding, groups", [((3, 2), (1, 2), 2), ((1, 1), (0, 0), 1), ((5, 5), (3, 1), 1)], ids=str)
 @pytest.mark.parametrize("stride, dilation", [((1, 1), (1, 2)), ((2, 1), (1, 1)), ((3, 2), (2, 1))], ids=str)
 def test_windows_that_are_copied_are_those_of_the_view(stride, dilation, kernel, padding, groups, transposed, monkeypatch):
-    """A graph copies them, by one kernel where that knows such windows; a view by strides is the reference."""
+    """A graph copies them; a view by strides is the reference."""
     if transposed and any(p > (k - 1) * d for p, k, d in zip(padding, kernel, dilation)):
         padding = (0, 0)
     module = (nn.ConvTranspose2d if transposed else nn.Conv2d)(4, 6, kernel, stride, padding, groups=groups, dilation=dilation)

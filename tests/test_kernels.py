@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
+from torch import nn
 from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton")
@@ -15,7 +16,7 @@ if torch.cuda.is_available():
 import clipwise as cw
 from clipwise import kernels, noise, numerics
 from clipwise.compiled.trace import State, trace
-from clipwise.factors import FactorSum, Outer
+from clipwise.factors import Convolution, FactorSum, Geometry, Outer, convolution
 from clipwise.factors.inner import gram_kernel_roundoff
 from clipwise.kernels.convolution import convolution_gradients
 from clipwise.kernels.gram import gram_squares
@@ -125,6 +126,36 @@ def test_products_too_small_for_float32_are_not_forgotten():
     assert (
         abs(squares[1].sqrt() / exact[1] - 1) < 1e-5 and squares[2].isnan() and mass[2].isnan()
     )  # three products of TF32 for one of float32
+
+
+WINDOWS = {
+    "1d": (nn.Conv1d, (2, 3, 9), (3,), dict(stride=2, padding=1)),
+    "2d": (nn.Conv2d, (2, 2, 7, 6), (3, 2), dict(stride=(2, 1), padding=(1, 2), dilation=(1, 2))),
+    "groups": (nn.Conv2d, (2, 4, 5, 5), (3, 3), dict(padding=1, groups=2)),
+    "3d": (nn.Conv3d, (1, 2, 4, 5, 3), (2, 3, 1), dict(stride=(1, 2, 1), padding=(1, 0, 0))),
+    "transposed": (nn.ConvTranspose2d, (2, 2, 4, 3), (3, 2), dict(stride=(2, 3), padding=(1, 0), output_padding=(1, 1))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_of_images(case, dtype, monkeypatch):
+    """As a view by strides shows them, whatever the layout of the images; and beyond the edge zero."""
+    build, shape, kernel, options = WINDOWS[case]
+    transposed = build is nn.ConvTranspose2d
+    layer, dims = build(shape[1], 4, kernel, **options), len(kernel)
+    x = torch.randn(shape)
+    geometry = Geometry(layer.stride, layer.padding, layer.dilation, layer.groups, transposed, layer.output_padding if transposed else ())
+    slid, places = (layer(x), x.shape[2:]) if transposed else (x, layer(x).shape[2:])
+    slid = slid.detach().to(dtype)
+    factor = Convolution.of_rows(layer(x).detach(), x, layer.weight.shape, geometry)
+    expected = factor._windows(slid, places)
+    monkeypatch.setattr(convolution, "are_available", lambda *_: True)
+    for images in (slid, slid.to(memory_format=torch.channels_last) if dims == 2 else slid, torch.stack([slid, slid], -1)[..., 1]):
+        assert torch.equal(factor._windows(images, places), expected)
+    how = [list(kernel), list(places), *(list(sizes) for sizes in (layer.stride, layer.padding, layer.dilation))]
+    assert torch.equal(torch.ops.clipwise.windows_of(slid, *how), expected)
+    assert factor._windows(slid[:0], places).shape == (0, *expected.shape[1:])
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 5, 9), (2, 40, 33, 200), (2, 66, 130, 3)], ids=str)

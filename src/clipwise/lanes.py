@@ -52,9 +52,8 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
         return MISSED
     if lane == IN_EVALUATION and (args[5] if len(args) > 5 else kwargs.get("training")):
         return MISSED
-    if lane == ENTRYWISE and len(args) > 1 and isinstance(args[1], Tensor):
-        if len(args) > 2 or not isinstance(args[0], Tensor) or args[0].shape != args[1].shape:
-            return MISSED
+    if lane == ENTRYWISE and _may_repeat(args):
+        return MISSED
     said: list[Any] = [tape.trail, trait.name]
     activations = _activations(args, said, trait.takes_sizes, marks.noted, marks.state)
     if kwargs:
@@ -70,6 +69,12 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
     if type(result) is not Tensor or not result.requires_grad:
         marks.mark_example(result)
     return result
+
+
+def _may_repeat(args: tuple[Any, ...]) -> bool:
+    """Whether one of several tensors may be repeated along an axis of another."""
+    several = len(args) > 1 and isinstance(args[1], Tensor)
+    return several and (len(args) > 2 or not isinstance(args[0], Tensor) or args[0].shape != args[1].shape)
 
 
 def _activations(values: tuple[Any, ...], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:

@@ -16,7 +16,7 @@ _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a r
 _MUCH = 2**29  # bytes that a recording does not copy, however much is free
 _SHARE_OF_UPDATES = 20  # of the most that the training has held so far, one in so many parts for the sums that a recorded update reads
 _SLACK = 20  # one in so many parts of what is allocated may be allocated besides …
-_LEAST_SLACK = 2**24  # … or so many bytes, where that is more
+_LEAST_SLACK = 2**24  # … or so many bytes, or a quarter up to _SMALL, where that is more
 _MOMENT = 25  # one in so many parts for what is let go again before anything else is computed
 _ABOUT = 16  # one in so many parts more than what is let go in exchange is no more than that
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled back, at a time
@@ -86,7 +86,7 @@ def peak_allowed(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     allocated = torch.cuda.memory_allocated(device)
-    return allocated + max(allocated // _SLACK, _LEAST_SLACK)
+    return allocated + max(allocated // _SLACK, _LEAST_SLACK, min(allocated // 4, _SMALL))
 
 
 _for_graphs: dict[torch.device, int] = {}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import are_available
 from ..numerics import drop_rows, in_working_precision, rounds_to_tf32, scale_rows, squared_norms, to_accumulate
 from ..tracing import is_tracing_in_one
 from .base import Factor, Grouping
@@ -112,20 +113,19 @@ class Convolution(Factor):
         return Outer(left, right, self.shape, groups=True)
 
     def _windows(self, images: Tensor, places: torch.Size) -> Tensor:
-        """Every window. (N, C, *S) → (N, C, *K, *L)
+        """Every window, as a view of the padded images. (N, C, *S) → (N, C, *K, *L)
 
-        A view of the padded images by strides; on a GPU, and in a graph, a copy: there one kernel makes what torch would copy piece by piece, and a
-        compiler may lay the images out otherwise, so that a view by strides would read beyond them.
+        In a graph they are copied: a compiler may lay the images out otherwise, and a view by strides would read beyond them. So does a kernel of our
+        own, where it runs: what is done with the view would copy it, too.
         """
         how, kernel = self.geometry, self.shape[2:]
+        if are_available(images.device, images.dtype):
+            from ..kernels.windows import windows_of
+
+            return windows_of(images, list(kernel), list(places), list(how.stride), list(how.padding), list(how.dilation))
         # The last window may need zeros beyond the padding (transposed, output_padding) or stop short of the edge.
         reach = [(place - 1) * s + (k - 1) * d + 1 for place, s, k, d in zip(places, how.stride, kernel, how.dilation)]
         pads = [(p, end - size - p) for p, end, size in zip(how.padding, reach, images.shape[2:])]
-        copies = is_tracing_in_one() or images.is_cuda
-        if copies and len(kernel) == 2 and all(after <= p for p, after in pads):
-            unfolded = F.unfold(images, kernel, how.dilation, how.padding, how.stride)  # (N, C·K, L)
-            if unfolded.shape[2] == places.numel():
-                return unfolded.view(*images.shape[:2], *kernel, *places)
         if any(amount for pair in pads for amount in pair):
             images = F.pad(images, [amount for pair in reversed(pads) for amount in pair])
         if is_tracing_in_one():

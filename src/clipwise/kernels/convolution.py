@@ -70,12 +70,12 @@ def _gradients(  # type: ignore[no-untyped-def]
         tl.store(where, acc, mask=(out < outs)[:, None] & (inp < ins)[None, :])
 
 
-def _three(numbers: list[int], missing: int) -> list[int]:
+def three(numbers: list[int], missing: int) -> list[int]:
     """As in three dimensions."""
     return [missing] * (3 - len(numbers)) + list(numbers)
 
 
-def _in_three_dimensions(images: Tensor) -> Tensor:
+def in_three_dimensions(images: Tensor) -> Tensor:
     """(B·k, C, *S) → (B·k, C, D, H, W)"""
     for _ in range(5 - images.dim()):
         images = images.unsqueeze(2)
@@ -93,14 +93,14 @@ def _run(
     still: Tensor, slid: Tensor, shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, tile: int, tf32: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     examples, images = still.shape[:2]
-    outs, ins, *kernel = shape[0] // groups, shape[1], *_three(shape[2:], 1)
-    still, slid = (_in_three_dimensions(side.flatten(0, 1)) for side in (still, slid))
+    outs, ins, *kernel = shape[0] // groups, shape[1], *three(shape[2:], 1)
+    still, slid = (in_three_dimensions(side.flatten(0, 1)) for side in (still, slid))
     offsets, tiles = kernel[0] * kernel[1] * kernel[2], triton.cdiv(outs, tile) * triton.cdiv(ins, tile)
     largest, squares = (still.new_empty(examples * offsets * groups * tiles, dtype=torch.float32) for _ in range(2))
     kept = still.new_empty((examples, *shape) if keep else (0,), dtype=torch.float32)
     arguments: tuple[Any, ...] = (
-        still, slid, largest, squares, kept, images, outs, ins, groups, *still.shape[2:], *slid.shape[2:], *kernel, *_three(stride, 1),
-        *_three(padding, 0), *_three(dilation, 1), *still.stride(), *slid.stride(),
+        still, slid, largest, squares, kept, images, outs, ins, groups, *still.shape[2:], *slid.shape[2:], *kernel, *three(stride, 1),
+        *three(padding, 0), *three(dilation, 1), *still.stride(), *slid.stride(),
     )  # fmt: skip
     grid = (examples, offsets * groups, tiles)
     launch(_gradients, grid, *arguments, PRECISION=precision_of(still, tf32), TILE=tile, STEP=_PLACES, KEEP=keep)

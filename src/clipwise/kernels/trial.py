@@ -27,6 +27,7 @@ def _wrong(device: torch.device) -> str | None:
         from .scaling import kept_rows, scaled_rows, weighted_row_sum
         from .segments import segment_squares
         from .terms import masses
+        from .windows import windows_of
 
         with torch.no_grad():
             numbers = torch.arange(_ROWS * _TERMS * _WIDTH, dtype=torch.float64, device=device)
@@ -42,6 +43,8 @@ def _wrong(device: torch.device) -> str | None:
             scales, shifts = normalized_sums(fewer, fewer, 1e-5, True)
             sums, normal = exact.flatten().clone(), plain_normals(_SEED, exact.numel()).to(device)
             exactly = terms.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+            images = rows.view(_ROWS, 2, 15, -1)[..., :_WIDTH]
+            slid = windows_of(images, [3, 2], [8, _WIDTH - 1], [2, 1], [1, 0], [1, 1])
             written = torch.einsum("bti,btj->bij", exact_terms, exact_terms).square().sum((1, 2))
             found = [  # what a kernel finds, what torch does, and how far they may be apart
                 (row_squares(rows), exact.square().sum(1), 0),
@@ -52,6 +55,7 @@ def _wrong(device: torch.device) -> str | None:
                 (masses(terms, terms), exact_terms.square().sum((1, 2)), 1e-6),
                 (scales, (exact_fewer * F.layer_norm(exact_fewer, (_WIDTH,))).sum(1), 0.1),
                 (shifts, exact_fewer.sum(1), 0),
+                (slid.flatten(1, 3).flatten(2), F.unfold(images.double(), (3, 2), 1, (1, 0), (2, 1)), 0),
                 (segment_squares(ids, order, terms), summed.square().sum((1, 2)), 0),
                 (noised(sums, seed, half, half, sums), (exact.flatten() + normal) / 2, 1e-12),  # in place
             ]
