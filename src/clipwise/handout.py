@@ -39,7 +39,7 @@ class _HandOut(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, listener: Listener | None, count: int, *sums_and_parameters: Tensor) -> Tensor:
         ctx.listener = listener
         ctx.save_for_backward(*sums_and_parameters[:count])
-        return value.clone()
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

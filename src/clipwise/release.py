@@ -76,6 +76,6 @@ def clip(tape: Tape, losses: Tensor, clipping: Clipping, method: str) -> Clipped
     clipping.groups(list(tape.marks.trainable()))  # a pattern that fits nothing is refused before any work
     with tape.pause(), without_autocast():
         clipped = METHODS[method](tape, losses, clipping)
-        tape.nonfinite = ~clipped.finite
+        tape.finite = clipped.finite
         tape.consume(losses)
     return clipped

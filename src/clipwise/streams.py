@@ -82,7 +82,8 @@ class OnTheWay:
         self._there: list[Tensor] = []
         self._arrived: list[torch.cuda.Event] = []
         for device in {number.device for number in numbers}:
-            together = torch.stack([number.detach().float() for number in numbers if number.device == device])
+            mine = [number.detach().float() for number in numbers if number.device == device]
+            together = torch.stack(mine) if len(mine) > 1 or device.type == "cpu" else mine[0].view(1)  # of its own, or soon
             self._there.append(together.to("cpu", non_blocking=True))
             if device.type == "cuda":
                 self._arrived.append(torch.cuda.current_stream(device).record_event())

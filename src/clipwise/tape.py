@@ -82,7 +82,7 @@ class Tape:
         self.room = math.inf  # so many calls are noted before those that nobody needs are looked for
         self.is_abandoned = False
         self.depth = 0  # captured modules that are running
-        self.nonfinite: Tensor | None = None  # (B,), beside the weights: whose gradient was not finite, in the last losses; private data
+        self.finite: Tensor | None = None  # (B,), beside the weights: whose gradient was finite, in the last losses; private data
         self._entered = 0
         self._stack = contextlib.ExitStack()
         self._collected: tuple[weakref.ref[Tensor], Any] | None = None
@@ -182,6 +182,11 @@ class Tape:
                     f"a function of the model back-propagates by itself into {name}{self.marks.where([parameter])}, where nothing clips it.",
                     "Use torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in its place, or freeze the parameter; then clear p.grad.",
                 )
+
+    @property
+    def nonfinite(self) -> Tensor | None:
+        """(B,): whose gradient was not finite, in the last losses. Private data."""
+        return None if self.finite is None else ~self.finite
 
     def remember(self, losses: Tensor, collected: Any) -> None:
         self._collected = (weakref.ref(losses), collected)

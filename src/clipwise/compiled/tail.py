@@ -87,6 +87,7 @@ class Tail:
         ]
         self._mask = mask(self.rows, self.rows, losses.device).clone()
         self._inverse_square = torch.ones((), dtype=torch.float64, device=losses.device)
+        self._bound = 1.0  # that it is for
         self._filled = 0  # rows that hold something
         self._views: dict[int, list[Tensor]] = {}  # where a batch of so many rows is copied to
         self._names: list[str] = []
@@ -123,7 +124,9 @@ class Tail:
         """Clipped sums of what `fits`, in tensors of their own. Norms are measured in units of `bound`."""
         count = len(losses)
         self._fill(_tensors(arrivals, losses), count)
-        self._inverse_square.fill_(bound**-2)
+        if bound != self._bound:
+            self._inverse_square.fill_(bound**-2)
+            self._bound = bound
         self._replay()
         *sums, _, weights, finite = self._outputs
         own = torch._foreach_add(sums, 0.0)
