@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .inventory import named_modules
-from .structure import tensors_in
+from .structure import PLAIN, holds_numbers_only, tensors_in
 from .weak import WeakTable
 
 _OWN = set(vars(nn.Module()))  # what every module has
@@ -26,6 +26,8 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             for name in own_names(attributes):
                 value = attributes[name]
                 kind: Any = type(value)
+                if kind in PLAIN or ((kind is tuple or kind is list) and holds_numbers_only(value)):
+                    continue  # most attributes: numbers, sizes, paddings
                 if _may_hold(kind):
                     for tensor in tensors_in(value, _DEPTH):
                         yield (f"{path}.{name}" if path else name), tensor

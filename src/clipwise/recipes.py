@@ -9,10 +9,8 @@ from torch import Tensor
 
 from .marks import CONSTANT, EXAMPLE, Marks
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
-from .structure import holds_numbers_only
+from .structure import PLAIN, holds_numbers_only
 from .taps import Slot, slot
-
-_PLAIN = frozenset({int, bool, float, str, type(None)})
 
 
 class Recipe:
@@ -96,7 +94,7 @@ class Recipes:
             and use.tracks(values[rule.known_by])
             and all(id(weight) in marks.parameters for weight in use.tracked)
             and all(other.is_floating_point() and other.dim() for other in others)
-            and all(type(value) in _PLAIN or (type(value) is tuple and holds_numbers_only(value)) for value in plain)
+            and all(type(value) in PLAIN or (type(value) is tuple and holds_numbers_only(value)) for value in plain)
         ):
             self._made[use.func, id(values[rule.known_by])] = Recipe(use, rule, said, dims, marks)
 

@@ -24,7 +24,7 @@ def every_tensor(value: Any, depth: int = _DEPTH) -> list[Tensor]:
 def _add_tensors(value: Any, depth: int, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif depth and type(value) not in _PLAIN:
+    elif depth and type(value) not in PLAIN:
         for item in _items(value):
             _add_tensors(item, depth - 1, found)
 
@@ -72,7 +72,7 @@ def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
 
 
 _NUMBERS = frozenset({int, bool, float, type(None)})
-_PLAIN = _NUMBERS | {str}
+PLAIN = _NUMBERS | {str}
 
 
 def holds_numbers_only(values: list[Any] | tuple[Any, ...]) -> bool:

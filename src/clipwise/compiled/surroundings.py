@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..kept import own_names
 from ..numerics import tf32_in_use
+from ..structure import PLAIN
 
-_PLAIN = {int, float, bool, str, type(None)}
 _FEW = 64  # entries of a list that are looked at one by one
 
 
@@ -20,7 +20,7 @@ def signature_of(leaf: Any) -> Any:
     """What must be the same for a graph to take this argument; None for an object of which nobody knows when it changes."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return (type(leaf), leaf) if type(leaf) in _PLAIN else None
+    return (type(leaf), leaf) if type(leaf) in PLAIN else None
 
 
 def surroundings(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def surroundings(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
         found += [module.training, names]
         for name in names:
             value = attributes[name]
-            found.append(value if type(value) in _PLAIN else _value(value))
+            found.append(value if type(value) in PLAIN else _value(value))
         before, after = module._forward_pre_hooks, module._forward_hooks
         if before or after:
             found.append((*map(id, before.values()), None, *map(id, after.values())))
@@ -41,7 +41,7 @@ def surroundings(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> Any:
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if isinstance(value, list | tuple) and len(value) <= _FEW:
         return tuple([_value(item) for item in value])
