@@ -251,7 +251,12 @@ def test_gradients_may_stay_where_they_take_no_more_than_what_is_let_go_for_them
     assert may_keep(**size, budget=full, lets_go=400) and may_keep(**size, budget=full, lets_go=375)
     assert not may_keep(**size, budget=full, lets_go=374)
     assert may_keep(**size, budget=MemoryBudget(10**6, most=1300), lets_go=300)  # 100 more than that, and 100 are left
-    assert not may_keep(**size, budget=MemoryBudget(399, most=1000), lets_go=400)  # there is no such memory
+    assert not may_keep(**size, budget=MemoryBudget(99, most=1300), lets_go=300)  # there is no such memory
+    full.spend(400, lets_go=400), full.spend(40)
+    assert full._spent == 40  # what takes another's place is no expense
+    whole = MemoryBudget(10**6)
+    whole.spend(400, lets_go=400)
+    assert whole._spent == 400  # unless that one stays, for a second backward pass
     assert not full.has(40) and full.has_for_a_moment(40) and not full.has_for_a_moment(41)
     assert not MemoryBudget(39, most=1000).has_for_a_moment(40) and not MemoryBudget(39).has_for_a_moment(40)
     budget = MemoryBudget(B * 20 * 8)

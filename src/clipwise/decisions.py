@@ -44,19 +44,22 @@ class Deciding:
 
     def way(self, what: Hashable, total: FactorSum) -> Decision:
         size = total.batch * total.shape.numel() * total.dtype.itemsize
-        return self._decided((what, total.signature, total.device), total.batch, size, lambda: way_of(total, self.budget))
+        case = what, total.signature, total.device
+        return self._decided(
+            case, total.batch, lambda: way_of(total, self.budget), lambda: self.budget.spend(size, lets_go=total.terms_bytes)
+        )
 
     def may_keep(self, what: Hashable, batch: int, size: int) -> bool:
         """Whether so many bytes may stay written out."""
-        way, _ = self._decided(what, batch, size, lambda: ("keep" if self.budget.take(size) else "tiles", None))
+        way, _ = self._decided(what, batch, lambda: ("keep" if self.budget.take(size) else "tiles", None), lambda: self.budget.spend(size))
         return way == "keep"
 
-    def _decided(self, what: Hashable, batch: int, size: int, decide: Callable[[], Decision]) -> Decision:
+    def _decided(self, what: Hashable, batch: int, decide: Callable[[], Decision], spend: Callable[[], None]) -> Decision:
         case = what, roughly(batch, _TOLD_APART), torch.are_deterministic_algorithms_enabled()
         decision = self._found.get(case)
         if decision is None:
             self.is_new = True
             decision = self._found[case] = decide()
         elif decision[0].startswith("keep"):
-            self.budget.spend(size)
+            spend()
         return decision

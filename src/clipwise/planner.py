@@ -51,19 +51,16 @@ class MemoryBudget:
 
     def has(self, size: int, *, lets_go: int = 0) -> bool:
         """Whether so many bytes are there. `lets_go`: bytes that are let go in exchange, and would stay allocated otherwise."""
-        if not self._is_free(size):
-            return False
-        more = size - lets_go
-        return self._most is None or more <= size // _ABOUT or more <= self._most - torch.cuda.memory_allocated(self._device)
+        if self._most is None:
+            return self._is_free(size)
+        if self._device is not None and size > room_for_trial(self._device):
+            return False  # both are there for a moment
+        more = self._more(size, lets_go)
+        return self._is_free(more) and (more == 0 or more <= self._most - torch.cuda.memory_allocated(self._device))
 
     def has_for_a_moment(self, size: int) -> bool:
         """Whether so many bytes are there for what is let go again before anything else is computed."""
-        return self.has(size) or (self._is_free(size) and self._most is not None and size <= self._most // _MOMENT)
-
-    def _is_free(self, size: int) -> bool:
-        if self._left is None:
-            self._left = _free_on(self._device)
-        return size + self._spent <= self._left
+        return self.has(size) or (self._most is not None and size <= self._most // _MOMENT and self._is_free(size))
 
     def take(self, size: int) -> bool:
         """Reserve `size` bytes if they are there."""
@@ -72,9 +69,19 @@ class MemoryBudget:
         self.spend(size)
         return True
 
-    def spend(self, size: int) -> None:
+    def spend(self, size: int, *, lets_go: int = 0) -> None:
         """They are reserved: that was decided before."""
-        self._spent += size
+        self._spent += size if self._most is None else self._more(size, lets_go)
+
+    def _is_free(self, size: int) -> bool:
+        if self._left is None:
+            self._left = _free_on(self._device)
+        return size + self._spent <= self._left
+
+    def _more(self, size: int, lets_go: int) -> int:
+        """What is allocated besides, in a backward pass that lets go as it goes."""
+        more = size - lets_go
+        return 0 if more <= size // _ABOUT else more
 
 
 def peak_allowed(device: torch.device) -> int | None:
@@ -102,18 +109,18 @@ def _free_on(device: torch.device | None) -> int:
 
 
 def _free_now(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = torch.cuda.get_per_process_memory_fraction(device)
-    if allowed < 1:
-        free = min(free, int(allowed * total) - torch.cuda.memory_reserved(device))
-    return max(free, 0) // _CUDA_SHARE
+    return room_for_trial(device) // _CUDA_SHARE
 
 
 def room_for_trial(device: torch.device) -> int:
-    """Bytes that may be taken for a moment while nothing else is computed: what is free, and what is kept for reuse."""
+    """Bytes that may be taken for a moment while nothing else is computed: what is free, and what torch keeps for reuse."""
     if device.type != "cuda":
         return _CPU_BUDGET
-    return _CUDA_SHARE * _free_now(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed, reserved = torch.cuda.get_per_process_memory_fraction(device), torch.cuda.memory_reserved(device)
+    if allowed < 1:
+        free = min(free, int(allowed * total) - reserved)
+    return max(free, 0) + reserved - torch.cuda.memory_allocated(device)
 
 
 def room_for_recording(device: torch.device, parameters: int) -> int:

@@ -192,6 +192,11 @@ class FactorSum:
             self.factors = [Dense(self.factors[0].grad)]
 
     @property
+    def terms_bytes(self) -> int:
+        """What is let go where the gradients are kept written out."""
+        return sum(tensor.numel() * tensor.element_size() for factor in self.factors for tensor in factor.tensors)
+
+    @property
     def kept_bytes(self) -> int:
         return 0 if self._kept is None else self._kept.grad.numel() * self._kept.grad.element_size()
 
