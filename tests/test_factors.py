@@ -36,7 +36,7 @@ from clipwise.factors.placed import Region, Storage, are_disjoint
 from clipwise.gradients import ExampleGradients
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
 from clipwise.numerics import squared_norms
-from clipwise.planner import MemoryBudget, choose_way, may_keep
+from clipwise.planner import MemoryBudget, Terms, choose_way, may_keep
 
 B = 4
 
@@ -225,6 +225,14 @@ def test_gradients_are_kept_where_they_fit_the_budget():
     assert may_keep(**size, budget=MemoryBudget())
     assert not may_keep(**size, budget=MemoryBudget(0))
     assert not may_keep(**size | dict(held=1), budget=MemoryBudget())
+    budget = MemoryBudget(B * 20 * 8)
+    ways = [FactorSum([Outer(random(B, 3, 4), random(B, 3, 5))]).measure(budget) and budget.has(1) for _ in range(2)]
+    assert ways == [False, False]  # the first took all of it
+    totals = [FactorSum([Outer(random(B, 30, 4), random(B, 30, 5))]) for _ in range(2)]
+    budget = MemoryBudget(B * 20 * 8)
+    for total in totals:
+        total.measure(budget)
+    assert [total.way for total in totals] == ["keep", "tiles"]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -245,28 +253,33 @@ def test_windows_that_are_copied_are_those_of_the_view(stride, dilation, kernel,
 
 def test_gradients_may_stay_where_they_take_no_more_than_what_is_let_go_for_them(monkeypatch):
     """Other ways hold on to their terms; a step that is at its peak has room for what is smaller than these, and for what is there for a moment."""
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1200)
-    size, full = dict(batch=1, numel=100, held=50, element_size=4), MemoryBudget(10**6, most=1000)
-    assert not may_keep(**size, budget=full)
-    assert may_keep(**size, budget=full, lets_go=400) and may_keep(**size, budget=full, lets_go=375)
-    assert not may_keep(**size, budget=full, lets_go=374)
-    assert may_keep(**size, budget=MemoryBudget(10**6, most=1300), lets_go=300)  # 100 more than that, and 100 are left
-    assert not may_keep(**size, budget=MemoryBudget(99, most=1300), lets_go=300)  # there is no such memory
-    full.spend(400, lets_go=400), full.spend(40)
-    assert full._spent == 40  # what takes another's place is no expense
+    allocated = [1200]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
+    size = dict(batch=1, numel=100, held=50, element_size=4)
+    of = lambda count: torch.zeros(count, dtype=torch.uint8)
+    gradient = lambda count: Terms([of(count)], [])
+    at_peak = lambda: MemoryBudget(10**6, most=1000)
+    assert not may_keep(**size, budget=at_peak())
+    assert may_keep(**size, budget=at_peak(), lets_go=gradient(400)) and may_keep(**size, budget=at_peak(), lets_go=gradient(375))
+    assert not may_keep(**size, budget=at_peak(), lets_go=gradient(374))
+    assert not may_keep(**size, budget=at_peak(), lets_go=Terms([of(200)], [of(200)]))  # the input may be another's, too …
+    allocated[0] = 900
+    assert may_keep(**size, budget=at_peak(), lets_go=Terms([of(200)], [of(200)]))  # … which matters where little is left
+    assert may_keep(**size, budget=at_peak(), lets_go=gradient(300))  # 100 more than that, and 100 are left
+    assert not may_keep(**size, budget=MemoryBudget(99, most=1000), lets_go=gradient(300))  # there is no such memory
+    shared, full = of(200), at_peak()
+    full.spend(400, lets_go=Terms([of(200)], [shared]))
+    assert full._spent == 0  # what takes another's place is no expense …
+    full.spend(400, lets_go=Terms([of(200)], [shared]))
+    assert full._spent == 200  # … once
+    several = of(10).expand(40, 10)
+    assert not may_keep(**size, budget=at_peak(), lets_go=Terms([several], []))  # ten bytes, shown forty times
     whole = MemoryBudget(10**6)
-    whole.spend(400, lets_go=400)
-    assert whole._spent == 400  # unless that one stays, for a second backward pass
-    assert not full.has(40) and full.has_for_a_moment(40) and not full.has_for_a_moment(41)
+    whole.spend(400, lets_go=gradient(400))
+    assert whole._spent == 400  # where the terms stay, for a second backward pass
+    allocated[0] = 1200
+    assert not at_peak().has(40) and at_peak().has_for_a_moment(40) and not at_peak().has_for_a_moment(41)
     assert not MemoryBudget(39, most=1000).has_for_a_moment(40) and not MemoryBudget(39).has_for_a_moment(40)
-    budget = MemoryBudget(B * 20 * 8)
-    ways = [FactorSum([Outer(random(B, 3, 4), random(B, 3, 5))]).measure(budget) and budget.has(1) for _ in range(2)]
-    assert ways == [False, False]  # the first took all of it
-    totals = [FactorSum([Outer(random(B, 30, 4), random(B, 30, 5))]) for _ in range(2)]
-    budget = MemoryBudget(B * 20 * 8)
-    for total in totals:
-        total.measure(budget)
-    assert [total.way for total in totals] == ["keep", "tiles"]
 
 
 @pytest.mark.parametrize("left", [(4, 3, 2), (3, 2)])

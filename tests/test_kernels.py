@@ -160,7 +160,8 @@ def test_windows_of_images(case, dtype, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 7, 5, 9), (2, 40, 33, 200), (2, 66, 130, 3)], ids=str)
 def test_norms_by_products_of_terms_in_float32_are_within_their_bound(shape):
-    """Terms that cancel but for a hundredth: what three products of TF32 leave out is covered, and no more than a little is added."""
+    """Terms that cancel but for a hundredth, and no more than a little is added. (Triton's interpreter multiplies exactly: what three products of TF32
+    leave out, test_cuda.py tries on a GPU.)"""
     examples, terms, p, d = shape
     left, right = torch.randn(examples, terms, p), torch.randn(examples, terms, d)
     left[:, 1::2] = -left[:, : terms - 1 : 2] * (1 + 0.01 * torch.randn(examples, terms // 2, 1))

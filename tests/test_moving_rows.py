@@ -192,3 +192,32 @@ def test_an_order_that_only_python_knows(how):
             losses = model(x, order).square().sum(1)
         expected = row_norms(rows)
         torch.testing.assert_close(cw.per_example_norms(tape, losses), expected)
+
+
+MIXERS = {
+    "clamp by place": lambda v, w: torch.clamp(v.unsqueeze(1).expand(-1, len(v)), None, w),
+    "clamp by name": lambda v, w: torch.clamp(v.unsqueeze(1).expand(-1, len(v)), max=w),
+    "minimum": lambda v, w: torch.minimum(v.unsqueeze(1).expand(-1, len(v)), w),
+    "repeated before": lambda v, w: torch.minimum(v.unsqueeze(1).expand(-1, len(v)), w.unsqueeze(0).expand(len(v), -1)),
+    "as another": lambda v, w: torch.minimum(v.unsqueeze(1).repeat(1, len(v)), w.expand_as(v.unsqueeze(1).repeat(1, len(v)))),
+    "broadcast together": lambda v, w: torch.minimum(*torch.broadcast_tensors(v.unsqueeze(1), w)),
+    "where": lambda v, w: torch.where(v.unsqueeze(1) < w, v.unsqueeze(1), w),
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_examples_that_meet_only_where_one_of_them_is_large_are_refused(mixer):
+    """Every example is compared with every other, and nobody is larger than the bound: until somebody is."""
+    model = Net(lambda s, x: (lambda v: MIXERS[mixer](v, v + 1e6).mean(1))(s.a(x).squeeze(1)), a=nn.Linear(5, 1)).double()
+
+    def step(x):
+        with cw.capture(model) as tape:
+            losses = model(x)
+        return cw.clipped_gradients(tape, losses, cw.flat(1e-3))
+
+    x = examples(6, 5)
+    for _ in range(20):
+        step(x)
+    x[0] = -1e8 * model.a.weight.detach()[0].sign()
+    with pytest.raises(cw.MixedExamples):
+        step(x)

@@ -45,9 +45,7 @@ class Deciding:
     def way(self, what: Hashable, total: FactorSum) -> Decision:
         size = total.batch * total.shape.numel() * total.dtype.itemsize
         case = what, total.signature, total.device
-        return self._decided(
-            case, total.batch, lambda: way_of(total, self.budget), lambda: self.budget.spend(size, lets_go=total.terms_bytes)
-        )
+        return self._decided(case, total.batch, lambda: way_of(total, self.budget), lambda: self.budget.spend(size, lets_go=total.terms))
 
     def may_keep(self, what: Hashable, batch: int, size: int) -> bool:
         """Whether so many bytes may stay written out."""

@@ -37,6 +37,7 @@ _TAKES_SIZES = set(
     new_zeros new_ones new_empty new_full resize_ interpolate one_hot repeat_interleave""".split()
 )
 _COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous"}
+TAKES_MEMORY = {"data", "set_"}  # written to, a tensor lies where another does
 _LOOKS_UP_ROWS = {"embedding", "index_select", "__getitem__"}
 
 

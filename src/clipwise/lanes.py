@@ -6,14 +6,14 @@ long way would; whatever is out of the ordinary (a weight, something marked, a n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import Trait, trait_of
+from .functions import TAKES_MEMORY, Trait, trait_of
 from .guards import GUARDS
 from .moving import kind_of
 from .structure import holds_numbers_only
@@ -38,7 +38,7 @@ def lane_of(func: Callable[..., Any]) -> int:
 
 
 def _examine(func: Callable[..., Any], trait: Trait) -> int:
-    if trait.ignored or trait.runs_backward or trait.payload or trait.blank or trait.borrows:
+    if trait.ignored or trait.runs_backward or trait.payload or trait.blank or trait.borrows or trait.name in TAKES_MEMORY:
         return NONE
     if func in GUARDS:
         return IN_EVALUATION if func in _IF_NOT_TRAINING else NONE
@@ -52,7 +52,7 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
         return MISSED
     if lane == IN_EVALUATION and (args[5] if len(args) > 5 else kwargs.get("training")):
         return MISSED
-    if lane == ENTRYWISE and _may_repeat(args):
+    if lane == ENTRYWISE and _may_repeat((*args, *kwargs.values()) if kwargs else args):
         return MISSED
     said: list[Any] = [tape.trail, trait.name]
     activations = _activations(args, said, trait.takes_sizes, marks.noted, marks.state)
@@ -71,10 +71,10 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
     return result
 
 
-def _may_repeat(args: tuple[Any, ...]) -> bool:
+def _may_repeat(values: Iterable[Any]) -> bool:
     """Whether one of several tensors may be repeated along an axis of another."""
-    several = len(args) > 1 and isinstance(args[1], Tensor)
-    return several and (len(args) > 2 or not isinstance(args[0], Tensor) or args[0].shape != args[1].shape)
+    shapes = [value.shape for value in values if isinstance(value, Tensor)]
+    return len(shapes) > 1 and (len(shapes) > 2 or shapes[0] != shapes[1])
 
 
 def _activations(values: tuple[Any, ...], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:

@@ -182,6 +182,10 @@ class Marks:
             if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1 or _holds_integers(tensor)):
                 self._put(tensor, EXAMPLE)
 
+    def look_at(self, tensor: Tensor) -> None:
+        """Example data whose memory may be somebody else's: what is done with it is looked at each time."""
+        self._put(tensor, EXAMPLE)
+
     def is_foreign(self, tensor: Tensor) -> bool:
         """Whether these integers came from nowhere the tape has seen: neither an input of a module, nor made from one."""
         return _holds_integers(tensor) and self._entries.get(tensor) is None and id(tensor) not in self.state

@@ -53,8 +53,9 @@ _ENTRYWISE = set(
     """add sub subtract rsub mul multiply div divide true_divide floor_divide pow where lerp maximum minimum fmax fmin atan2 hypot fmod
     remainder addcmul addcdiv clamp eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor xlogy
     masked_fill copysign logaddexp heaviside max min __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __mod__ __rmod__""".split()
+    broadcast_tensors __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __mod__ __rmod__""".split()
 )
+_REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}  # their argument, perhaps along a new first axis
 _ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
 _ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}
 _ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk", "kthvalue"}
@@ -108,12 +109,15 @@ class Moves:
             or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
         )
 
-    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks, result: Any) -> None:
         """A call on example data."""
         kind = kind_of(name)
         if kind == "entrywise":
-            if len(args) > 1 and (len(args) > 2 or isinstance(args[1], Tensor)):
-                self._note_broadcast(args, kwargs, marks)
+            if len(args) + len(kwargs) > 1:
+                self._note_broadcast([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)], marks)
+        elif kind == "repeats":
+            if isinstance(result, Tensor):
+                self._note_broadcast([*(value for value in args[:1] if isinstance(value, Tensor)), result], marks)
         elif kind != "plain":
             self._note_other(name, args, kwargs, marks)
 
@@ -141,10 +145,9 @@ class Moves:
         else:
             self.unknown.add(name)
 
-    def _note_broadcast(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
+    def _note_broadcast(self, tensors: list[Tensor], marks: Marks) -> None:
         """An entry-wise function that repeats example data along a new first axis: l (N,) against a mask (U, N) groups by content."""
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        if len(tensors) < 2 or tensors[0].shape == tensors[1].shape:
+        if len(tensors) < 2 or (len(tensors) == 2 and tensors[0].shape == tensors[1].shape):
             return
         tensors = [tensor for tensor in tensors if tensor.dim()]
         if len(tensors) < 2:
@@ -224,13 +227,15 @@ def _without_underscore(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """entrywise, plain, or something to look at more closely; by name, once."""
+    """entrywise, repeats, plain, or something to look at more closely; by name, once."""
     known = KINDS.get(name)
     if known is not None:
         return known
     plain = _without_underscore(name)
     if plain in _ENTRYWISE:
         kind = "entrywise"
+    elif plain in _REPEATS:
+        kind = "repeats"
     elif plain in _ATTENTION:
         kind = "other"
     else:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from .tracing import is_tracing
 
@@ -32,6 +36,16 @@ def examples_at_once(batch: int, numel: int) -> int:
     return min(batch, max(1, _AT_ONCE // max(numel, 1)))
 
 
+class Terms(NamedTuple):
+    """What gradients are made of: let go, where they are kept written out."""
+
+    gradients: Sequence[Tensor]  # of outputs
+    inputs: Sequence[Tensor]  # which other layers may need, too
+
+
+NOTHING = Terms((), ())
+
+
 class MemoryBudget:
     """Bytes that one step may spend on gradients that stay written out; first come, first served.
 
@@ -43,20 +57,22 @@ class MemoryBudget:
         self._device = device
         self._most = most
         self._spent = 0
+        self._gone: set[int] = set()  # memory that was let go in exchange for something
 
     @classmethod
     def on(cls, device: torch.device, most: int | None = None) -> MemoryBudget:
         """What is free is asked for when it is needed, which for small layers is never."""
         return cls(device=device, most=most)
 
-    def has(self, size: int, *, lets_go: int = 0) -> bool:
-        """Whether so many bytes are there. `lets_go`: bytes that are let go in exchange, and would stay allocated otherwise."""
+    def has(self, size: int, *, lets_go: Terms = NOTHING) -> bool:
+        """Whether so many bytes are there. `lets_go`: what is let go in exchange, and would stay allocated otherwise."""
         if self._most is None:
             return self._is_free(size)
         if self._device is not None and size > room_for_trial(self._device):
             return False  # both are there for a moment
-        more = self._more(size, lets_go)
-        return self._is_free(more) and (more == 0 or more <= self._most - torch.cuda.memory_allocated(self._device))
+        room = self._most - torch.cuda.memory_allocated(self._device)
+        more = size - self._counted(lets_go.gradients, () if room < 0 else lets_go.inputs)  # an input may be another's, too
+        return self._is_free(max(more, 0)) and more <= max(room, size // _ABOUT)
 
     def has_for_a_moment(self, size: int) -> bool:
         """Whether so many bytes are there for what is let go again before anything else is computed."""
@@ -69,19 +85,32 @@ class MemoryBudget:
         self.spend(size)
         return True
 
-    def spend(self, size: int, *, lets_go: int = 0) -> None:
+    def spend(self, size: int, *, lets_go: Terms = NOTHING) -> None:
         """They are reserved: that was decided before."""
-        self._spent += size if self._most is None else self._more(size, lets_go)
+        if self._most is not None:
+            size = max(size - self._counted(*lets_go), 0)
+            self._gone.update(_memory_of(tensor) for side in lets_go for tensor in side)
+        self._spent += size
 
     def _is_free(self, size: int) -> bool:
         if self._left is None:
             self._left = _free_on(self._device)
         return size + self._spent <= self._left
 
-    def _more(self, size: int, lets_go: int) -> int:
-        """What is allocated besides, in a backward pass that lets go as it goes."""
-        more = size - lets_go
-        return 0 if more <= size // _ABOUT else more
+    def _counted(self, *sides: Sequence[Tensor]) -> int:
+        """Bytes of these, but for what was let go in exchange for something else."""
+        found = {_memory_of(tensor): _bytes_of(tensor) for side in sides for tensor in side}
+        return sum(size for memory, size in found.items() if memory not in self._gone)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Tells whether two tensors lie in the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """What lies in memory: less than it shows, where it shows a number several times."""
+    return min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
 
 
 def peak_allowed(device: torch.device) -> int | None:
@@ -136,8 +165,8 @@ def room_for_update(device: torch.device) -> int:
     return min(_free_on(device), max(_SMALL, torch.cuda.max_memory_allocated(device) // _SHARE_OF_UPDATES))
 
 
-def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget, lets_go: int = 0) -> bool:
-    """Whether all gradients may stay written out. `held`: numbers that an example's factors hold; `lets_go`: bytes of all of them.
+def may_keep(*, batch: int, numel: int, held: int, element_size: int, budget: MemoryBudget, lets_go: Terms = NOTHING) -> bool:
+    """Whether all gradients may stay written out. `held`: numbers that an example's factors hold; `lets_go`: what all of them hold.
 
     Every other way holds on to the factors until the norms of all parameters are known; this one lets them go.
     """

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .errors import Refusal, UncoveredUse
-from .functions import TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
+from .functions import TAKES_MEMORY, TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
 from .lanes import MISSED, lane_of, passed
 from .marks import CONSTANT, EXAMPLE, TRACKED
@@ -135,13 +135,15 @@ class Watch(TorchFunctionMode):
             for tensor in tensors_in(written_by(trait, args, kwargs)):
                 marks.took_example_data(tensor, func)
         result = func(*args, **kwargs)
+        if trait.writes and trait.name in TAKES_MEMORY:
+            marks.look_at(args[0])
         if trait.borrows and marks.kind(args[0]) == CONSTANT:
             marks.mark_constant(result)
         elif trait.blank and not any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
             marks.mark_constant(result, random=trait.random)
         else:
             if KINDS.get(trait.name) != "plain" and not tape.is_looking_back:
-                tape.moves.note(trait.name, args, kwargs, marks)
+                tape.moves.note(trait.name, args, kwargs, marks, result)
             if type(result) is not Tensor or not result.requires_grad:
                 marks.mark_example(result)
         if not tape.depth:

@@ -113,13 +113,14 @@ class Convolution(Factor):
         return Outer(left, right, self.shape, groups=True)
 
     def _windows(self, images: Tensor, places: torch.Size) -> Tensor:
-        """Every window, as a view of the padded images. (N, C, *S) → (N, C, *K, *L)
+        """Every window. (N, C, *S) → (N, C, *K, *L)
 
-        In a graph they are copied: a compiler may lay the images out otherwise, and a view by strides would read beyond them. So does a kernel of our
-        own, where it runs: what is done with the view would copy it, too.
+        A view of the padded images by strides; where a kernel of our own runs, a copy, which the view would become as soon as something is done with
+        it (unless a window is a pixel). In a graph a copy in any case: a compiler may lay the images out otherwise, and a view by strides would read
+        beyond them.
         """
         how, kernel = self.geometry, self.shape[2:]
-        if are_available(images.device, images.dtype):
+        if not self._is_pointwise and are_available(images.device, images.dtype):
             from ..kernels.windows import windows_of
 
             return windows_of(images, list(kernel), list(places), list(how.stride), list(how.padding), list(how.dilation))

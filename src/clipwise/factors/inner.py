@@ -17,10 +17,8 @@ from .dense import Dense
 from .outer import Outer
 from .rows import Rows
 
-_LONGEST_GRAM = {
-    torch.bfloat16: 2**11,
-    torch.float32: 2**8,
-}  # terms whose products a kernel forms; those of float32 take three times as long
+# terms whose products a kernel forms; those of float32 take three times as long
+_LONGEST_GRAM = {torch.bfloat16: 2**11, torch.float32: 2**8}
 _ADDED_IN_A_TILE = 64  # additions one after the other, at most
 _LEFT_OUT = 96  # units of float32, for two sides: a number cut to TF32 twice lacks 2⁻²⁰ of it, and what the two products of its parts leave out is as small
 _TENSOR_CORES = 4  # they cut sums off where others round them to the nearest number (Fasi et al. 2021), and keep two bits more

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import flat_rows, product_roundoff, unit_roundoff
-from ..planner import MemoryBudget, examples_at_once
+from ..planner import MemoryBudget, Terms, examples_at_once
 from .base import Factor
 from .convolution import Convolution
 from .dense import Dense
@@ -192,9 +192,10 @@ class FactorSum:
             self.factors = [Dense(self.factors[0].grad)]
 
     @property
-    def terms_bytes(self) -> int:
+    def terms(self) -> Terms:
         """What is let go where the gradients are kept written out."""
-        return sum(tensor.numel() * tensor.element_size() for factor in self.factors for tensor in factor.tensors)
+        sides = [factor.tensors for factor in self.factors]
+        return Terms([side[0] for side in sides], [tensor for side in sides for tensor in side[1:]])
 
     @property
     def kept_bytes(self) -> int:

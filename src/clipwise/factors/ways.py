@@ -49,7 +49,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         return "product", None
     numel, element_size = total.shape.numel(), total.dtype.itemsize
     held, flops = sum(factor.elements for factor in factors), sum(factor.dense_flops for factor in factors)
-    keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget, lets_go=total.terms_bytes)
+    keep = may_keep(batch=total.batch, numel=numel, held=held, element_size=element_size, budget=budget, lets_go=total.terms)
     gram = _gram_flops(total) if inner_products_are_cheap(factors) else None
     written = numel * element_size if all(factor.stored_dtype == torch.bfloat16 for factor in factors) else 0
     rule = choose_way(may_keep=keep, dense_flops=flops, gram_flops=None if _fits_at_once(total) else gram, bf16_bytes=written)
@@ -65,7 +65,7 @@ def way_of(total: FactorSum, budget: MemoryBudget) -> tuple[str, float | None]:
         rule = next((name for name in plain if name.startswith(rule)), plain[0])
         way, seconds = TRIALS.fastest(total.signature, total.batch, {name: _trial(total, name) for name in names}, rule, total.device)
     if way.startswith("keep"):
-        budget.spend(total.batch * numel * element_size, lets_go=total.terms_bytes)
+        budget.spend(total.batch * numel * element_size, lets_go=total.terms)
     return way, seconds
 
 

@@ -4,8 +4,8 @@ A program forms the products of one tile of terms with another, on or above the 
 and float16, of float32 three of TF32 each (which parts of it they leave out, factors/inner.py bounds). What programs found is added up in
 float64, in a fixed order. On the diagonal lie the norms of the terms, so their sum comes for nothing.
 
-Float32 has no room for products below 2⁻¹²⁶: a sum of p of them, three times that many of TF32, may miss 3p·2⁻¹²⁶, and what TF32 leaves of
-a number may vanish, too: together less than ε_p² = 4p·2⁻¹²⁶. What this can take away from a norm is added to it, and to the mass:
+Float32 has no room for products below 2⁻¹²⁶: a sum of p of them, three times that many of TF32, may miss 3p·2⁻¹²⁶ < ε_p² = 4p·2⁻¹²⁶. (What TF32
+leaves of a number may vanish, too: a term that is off by √p·2⁻¹²⁶, far below ε_p.) What this can take away from a norm is added to it, and to the mass:
 ε_p·Σ‖right_t‖ + ε_d·Σ‖left_t‖ + T·2⁻⁶³, some 10⁻¹⁵ for numbers as they come. Nor has it room for products beyond 2¹²⁸: an example whose
 terms pass 10¹⁹ counts as not finite.
 """
