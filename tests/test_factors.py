@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipwise as cw
 from clipwise import planner
@@ -274,6 +275,11 @@ def test_gradients_may_stay_where_they_take_no_more_than_what_is_let_go_for_them
     assert full._spent == 200  # … once
     several = of(10).expand(40, 10)
     assert not may_keep(**size, budget=at_peak(), lets_go=Terms([several], []))  # ten bytes, shown forty times
+    with FakeTensorMode():  # as programs are traced: there is memory to tell apart, without numbers in it
+        traced, side = at_peak(), of(200)
+        assert may_keep(**size, budget=traced, lets_go=Terms([of(200)], [side]))
+        traced.spend(400, lets_go=Terms([of(200)], [side])), traced.spend(400, lets_go=Terms([side], []))
+        assert traced._spent == 400
     whole = MemoryBudget(10**6)
     whole.spend(400, lets_go=gradient(400))
     assert whole._spent == 400  # where the terms stay, for a second backward pass
