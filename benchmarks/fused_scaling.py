@@ -46,9 +46,8 @@ def _weighed_product(left, right, weights, out, terms, each, p, d, ROWS: tl.cons
         weight = tl.load(weights + n // each, mask=inside, other=0.0)[:, None]
         a = tl.load(left + n[:, None].to(tl.int64) * p + rows[None, :], mask=inside[:, None] & (rows < p)[None, :], other=0.0)
         b = tl.load(right + n[:, None].to(tl.int64) * d + columns[None, :], mask=inside[:, None] & (columns < d)[None, :], other=0.0)
-        a = tl.where(weight != 0, a.to(tl.float32) * weight, 0.0).to(
-            tl.bfloat16
-        )  # a row of weight zero counts for nothing, whatever it holds
+        # a row of weight zero counts for nothing, whatever it holds
+        a = tl.where(weight != 0, a.to(tl.float32) * weight, 0.0).to(tl.bfloat16)
         acc = tl.dot(tl.trans(a), tl.where(weight != 0, b, 0.0).to(tl.bfloat16), acc)
     tl.store(out + part * p * d + rows[:, None] * d + columns[None, :], acc, mask=(rows < p)[:, None] & (columns < d)[None, :])
 

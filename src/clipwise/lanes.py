@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import TAKES_MEMORY, Trait, trait_of
+from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .moving import kind_of
 from .structure import holds_numbers_only
@@ -29,11 +29,11 @@ MISSED: Any = object()  # the call must go the long way
 _IF_NOT_TRAINING = (F.batch_norm, torch.batch_norm)  # its sixth argument in both
 
 
-def lane_of(func: Callable[..., Any]) -> int:
+def lane_of(func: Callable[..., Any], trait: Trait) -> int:
     """Which calls of this function may take the short cut."""
     lane = LANES.get(func)
     if lane is None:
-        lane = LANES[func] = _examine(func, trait_of(func))
+        lane = LANES[func] = _examine(func, trait)
     return lane
 
 
@@ -45,9 +45,9 @@ def _examine(func: Callable[..., Any], trait: Trait) -> int:
     return {"plain": PLAIN, "entrywise": ENTRYWISE}.get(kind_of(trait.name), NONE)
 
 
-def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call inside a captured module, or MISSED: then nothing was done."""
-    trait, marks = trait_of(func), tape.marks
+    marks = tape.marks
     if marks.has_stale or not args:
         return MISSED
     if lane == IN_EVALUATION and (args[5] if len(args) > 5 else kwargs.get("training")):
@@ -60,7 +60,7 @@ def passed(tape: Tape, func: Callable[..., Any], lane: int, args: tuple[Any, ...
         if "out" in kwargs:
             return MISSED
         said.extend(kwargs)
-        more = _activations(tuple(kwargs.values()), said, trait.takes_sizes, marks.noted, marks.state)
+        more = _activations(kwargs.values(), said, trait.takes_sizes, marks.noted, marks.state)
         activations = activations + more if activations >= 0 and more >= 0 else -1
     if activations <= 0 or (trait.writes and id(args[0]) in marks.state):
         return MISSED
@@ -77,7 +77,7 @@ def _may_repeat(values: Iterable[Any]) -> bool:
     return len(shapes) > 1 and (len(shapes) > 2 or shapes[0] != shapes[1])
 
 
-def _activations(values: tuple[Any, ...], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:
+def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:
     """How many of these tensors carry gradient and were marked by nobody; -1 where a value is out of the ordinary. Numbers and words go into `said`."""
     count = 0
     for value in values:

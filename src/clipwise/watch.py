@@ -53,8 +53,8 @@ class Watch(TorchFunctionMode):
             found = tapped_again(tape, func, args, kwargs)
             if found is not None:
                 return self._noted(func, trait, args, kwargs, found)
-        if tape.depth and (lane := lane_of(func)):
-            result = passed(tape, func, lane, args, kwargs)
+        if tape.depth and (lane := lane_of(func, trait)):
+            result = passed(tape, func, trait, lane, args, kwargs)
             if result is not MISSED:
                 return result
         tracked: list[Tensor] = []
