@@ -320,6 +320,14 @@ def test_products_of_columns():
         torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
 
 
+def test_memory_that_was_given_back_is_not_taken_for_what_is_let_go_next():
+    """Python objects and torch's storages get the addresses of earlier ones at once."""
+    budget = MemoryBudget(10**6, most=1000)
+    for _ in range(100):
+        budget.spend(400, lets_go=Terms([torch.zeros(400, dtype=torch.uint8)], []))
+    assert budget._spent == 0
+
+
 def test_norms_with_and_without_a_drift_are_finished_together():
     value, mass = torch.randn(5).double(), torch.rand(5).double()
     measured = [

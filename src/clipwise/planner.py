@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .tracing import is_tracing
 
@@ -57,7 +58,7 @@ class MemoryBudget:
         self._device = device
         self._most = most
         self._spent = 0
-        self._gone: set[int] = set()  # memory that was let go in exchange for something
+        self._gone: set[StorageWeakRef] = set()  # memory that was let go in exchange for something; held, so that no other gets its name
 
     @classmethod
     def on(cls, device: torch.device, most: int | None = None) -> MemoryBudget:
@@ -89,7 +90,7 @@ class MemoryBudget:
         """They are reserved: that was decided before."""
         if self._most is not None:
             size = max(size - self._counted(*lets_go), 0)
-            self._gone.update(_memory_of(tensor) for side in lets_go for tensor in side)
+            self._gone.update(StorageWeakRef(tensor.untyped_storage()) for side in lets_go for tensor in side)
         self._spent += size
 
     def _is_free(self, size: int) -> bool:
@@ -99,13 +100,8 @@ class MemoryBudget:
 
     def _counted(self, *sides: Sequence[Tensor]) -> int:
         """Bytes of these, but for what was let go in exchange for something else."""
-        found = {_memory_of(tensor): _bytes_of(tensor) for side in sides for tensor in side}
+        found = {StorageWeakRef(tensor.untyped_storage()): _bytes_of(tensor) for side in sides for tensor in side}
         return sum(size for memory, size in found.items() if memory not in self._gone)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Tells whether two tensors lie in the same memory."""
-    return tensor.untyped_storage()._cdata
 
 
 def _bytes_of(tensor: Tensor) -> int:
