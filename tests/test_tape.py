@@ -314,6 +314,40 @@ def test_everything_is_freed():
     assert alive() is None
 
 
+class _FailsOnTheWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+def test_a_backward_pass_that_fails_lets_go_of_everything(method):
+    """Of two ways back, one has not been gone when the other fails: autograd would keep it for the next backward pass, and all that lies on it."""
+    seen = []
+
+    def forward(s, x):
+        h = s.a(x).exp()  # which keeps its result
+        seen.append(weakref.ref(h))
+        return s.b(h.sin() + _FailsOnTheWayBack.apply(h) + h.cos())
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        clipped(Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)).double(), [examples(5, 4)], 0.5, method=method)
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_an_error_of_the_backward_pass_stays_what_it_is_under_inference_mode():
+    model = Net(lambda s, x: s.b(_FailsOnTheWayBack.apply(s.a(x)).sin()), a=nn.Linear(4, 4), b=nn.Linear(4, 3)).double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(5, 4)))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="out of memory"):
+        cw.per_example_norms(tape, losses)
+
+
 def test_the_forward_result_is_unchanged():
     model, x = small(), examples(5, 4)
     plain = model(x)

@@ -6,7 +6,8 @@ wanted on the host some time later are sent there without waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,24 @@ def current_address(device: torch.device) -> int:
     """Of the stream that is current on this thread: streams themselves are costly to ask for. A CPU has but one."""
     address: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     return address
+
+
+@contextlib.contextmanager
+def on_this_thread() -> Iterator[None]:
+    """A backward pass inside this block runs on the caller's thread, on a GPU too: to hand a small network's over to autograd's and back takes longer than
+    many of its kernels.
+
+    If it fails, functions that were due would wait on this thread for the next pass, and with them all that they have saved: of a step that ran out of
+    memory, most of the memory. One over nothing takes them away.
+    """
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    except BaseException:
+        with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunction():
+            number = torch.zeros((), requires_grad=True)
+            torch.autograd.grad(number * 1, number)
+        raise
 
 
 class Streams:

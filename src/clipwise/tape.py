@@ -22,7 +22,7 @@ from .marks import EXAMPLE, Marks
 from .modes import lowest
 from .moving import Moves
 from .program import ROOM, ProgramCall, RootCall, drop_dead
-from .streams import Receive, Streams
+from .streams import Receive, Streams, on_this_thread
 from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
 from .watch import Watch
@@ -158,7 +158,7 @@ class Tape:
         self.switch.receive = receive if receive is None or not losses.is_cuda else streams.noting(receive)
         targets = [self.anchor, *inputs] if receive is not None or not inputs else list(inputs)
         try:
-            with self.pause() if known and not self.computes_again else self.looking_back():
+            with on_this_thread(), self.pause() if known and not self.computes_again else self.looking_back():
                 found = torch.autograd.grad(losses, targets, weights, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
