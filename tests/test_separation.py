@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
+from clipwise import planner, replay, rerun
 from clipwise.separation import Codes
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from clipwise.verify import verified_gradients
@@ -54,7 +56,7 @@ def test_several_records_of_one_user():
 @pytest.mark.parametrize("numbers", [1, 7, 40])
 def test_rows_are_compared_a_few_at_a_time(numbers, monkeypatch):
     """As where a device has little room; a row that mixes examples is found in whichever part it lies."""
-    monkeypatch.setattr("clipwise.separation.chunk_on", lambda device: numbers)
+    monkeypatch.setattr("clipwise.separation.compared_at_once", lambda device: numbers)
     model = Net(lambda s, x: s.out(torch.tanh(s.a(x.transpose(0, 1)))).mean(0), a=nn.Linear(4, 3), out=nn.Linear(3, 2))
     assert_exact(model, examples(5, 7, 4), methods=["bookkeep"])
     for mixed in (0, 4):
@@ -68,6 +70,107 @@ def test_rows_are_compared_a_few_at_a_time(numbers, monkeypatch):
             losses = squared_output(mixing(examples(5, 4)))
         with pytest.raises(cw.MixedExamples):
             cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+def test_little_is_compared_at_once_and_nothing_held_where_there_is_no_room(monkeypatch):
+    """On a device whose memory a large step has filled, gradients wait on the host, and comparing takes little of what is left."""
+    device, free = torch.device("cpu"), 2**30
+    monkeypatch.setattr(planner, "room_for_trial", lambda device: free)
+    for free in (2**24, 2**28, 2**33):
+        assert 2**16 <= planner.compared_at_once(device) <= max(2**16, free // 64, 1)
+        room = planner.room_beside_a_pass(device, 2**26)
+        assert room.take((free - 2**28) // 4) if free > 2**28 else not room.take(1)
+        assert not room.take(1)
+
+
+def with_room_for(most, monkeypatch, where=rerun._Trial, error=None):
+    """Runs on more than `most` examples find no memory. Returns on how many each was tried."""
+    sizes, run = [], where._run
+
+    def tight(self, inputs, **options):
+        sizes.append(len(inputs[0][0]) if where is rerun._Trial else len(self.targets[0]))
+        if sizes[-1] > most:
+            raise error or torch.OutOfMemoryError("CUDA out of memory.")
+        return run(self, inputs, **options)
+
+    monkeypatch.setattr(where, "_run", tight)
+    return sizes
+
+
+def tried_on(batch, forward=lambda s, x: s.a(x), **layers):
+    model = Net(forward, a=nn.Linear(4, 3), **layers).double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(batch, 4)))
+    cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    return tape
+
+
+def test_models_are_tried_on_fewer_examples_where_memory_runs_out(monkeypatch):
+    sizes = with_room_for(3, monkeypatch)
+    tape = tried_on(12)
+    assert sizes[:3] == [8, 4, 2] and set(sizes[3:]) <= {1, 2} and len(sizes) > 8
+    assert tape.experience.examples_tried == 2  # more are tried in the steps that follow
+
+
+def test_mixing_is_found_on_fewer_examples_too(monkeypatch):
+    with_room_for(3, monkeypatch)
+    with pytest.raises(cw.MixedExamples):
+        tried_on(12, lambda s, x: s.a(x) - s.a(x).detach().mean(0))
+
+
+def test_no_more_gradients_are_held_than_are_compared(monkeypatch):
+    """They are as large as the model."""
+    runs, alive, run = [], [], rerun._Trial._run
+
+    def noted(self, *args, **options):
+        alive.append(sum(bool(one.gradient) for reference in runs if (one := reference()) is not None))
+        found = run(self, *args, **options)
+        runs.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(rerun._Trial, "_run", noted)
+    tried_on(12)
+    assert len(alive) > 8 and max(alive) == 1
+
+
+@pytest.mark.parametrize("batch", [6, 7, 8])
+def test_two_examples_are_the_fewest(batch, monkeypatch):
+    """One alone has nobody to mix with. A gate that is zero today: only the gradient tells."""
+    with_room_for(2, monkeypatch)
+    gate = nn.Linear(3, 3, bias=False)
+    nn.init.zeros_(gate.weight)
+    with pytest.raises(cw.MixedExamples):
+        tried_on(batch, lambda s, x: s.b(s.a(x)) + s.g(s.a(x).detach().mean(0, keepdim=True).expand(len(x), 3)), b=nn.Linear(3, 3), g=gate)
+
+
+def test_a_model_that_runs_on_all_examples_only_and_finds_no_memory_for_them(monkeypatch):
+    def forward(s, x):
+        if len(x) != 12:
+            raise ValueError("twelve, please")
+        return s.a(x)
+
+    sizes = with_room_for(11, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        tried_on(12, forward)
+    assert sizes == [8, 12]
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+    ),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", [rerun._Trial, replay._Replay])
+def test_a_test_for_mixing_that_finds_no_memory_is_no_test_that_was_passed(where, error, monkeypatch):
+    with_room_for(1, monkeypatch, where, error)
+    with pytest.raises(type(error)):
+        tried_on(12)
 
 
 @pytest.mark.parametrize("mixed", [0, 2, 4])

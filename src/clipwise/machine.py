@@ -1,4 +1,4 @@
-"""The machine at hand: which device to take, what it is called, how much memory is left."""
+"""The machine at hand: which device to take, what it is called, how much memory is left, and whether there was too little."""
 
 from __future__ import annotations
 
@@ -43,3 +43,11 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was not enough of it, on a device or on the host: torch, cuDNN, cuBLAS and Python each say so in their own way."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

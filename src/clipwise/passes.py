@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from .gradients import ExampleGradients
 from .layout import Layout, Table
-from .planner import MemoryBudget
+from .planner import room_beside_a_pass
 from .streams import Receive
 from .tape import Tape
 from .taps import Record
-from .tracing import is_tracing, tracing
 
 Arrival = tuple[Record, Tensor, tuple[Tensor, ...]]  # a tap, the gradient that reached it, what it kept
 Placement = Callable[[Record], Layout | Table | None]  # where the examples lie at a tap; None: its gradient is zero
@@ -48,15 +46,12 @@ def evaluate(
         else:
             gradients.add(record, grad, kept, place)
 
-    inside = tracing if is_tracing() else contextlib.nullcontext  # the backward pass of a GPU has a thread of its own, which does not know
-
     def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
         heard.append(record)
         if noting is not None:
             noting(record, grad, kept)
         if record.output is None:
-            with inside():
-                add(record, grad, kept)
+            add(record, grad, kept)
         else:  # differentiated through a graph of its own, not within this pass
             waiting.append((record, grad, kept))
 
@@ -71,7 +66,8 @@ def evaluate(
 def listen(tape: Tape, losses: Tensor) -> list[Heard]:
     """What reaches every tap. The graph stays."""
     heard: list[Heard] = []
-    room = MemoryBudget.on(losses.device)
+    largest = max((shape.numel() for shape in tape.created.values()), default=0) * losses.element_size()
+    room = room_beside_a_pass(losses.device, largest)
 
     def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
         on_device = grad.device.type == "cpu" or room.take(grad.numel() * grad.element_size())

@@ -26,10 +26,17 @@ _MOMENT = 25  # one in so many parts for what is let go again before anything el
 _ABOUT = 16  # one in so many parts more than what is let go in exchange is no more than that
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled back, at a time
 _AT_ONCE = 2**24  # numbers written out at a time when nothing is kept
+_IN_A_PASS = 4  # gradients of outputs that a backward pass has at once
+_TO_COMPARE = 64  # bytes that are needed meanwhile for each number that is compared with another
 
 
 def chunk_on(device: torch.device) -> int:
     return _CHUNK.get(device.type, _CHUNK["cpu"])
+
+
+def compared_at_once(device: torch.device) -> int:
+    """Numbers that are compared with others at a time: fewer where there is little room, as beside the graph of a large step."""
+    return max(2**16, min(chunk_on(device), room_for_trial(device) // _TO_COMPARE))
 
 
 def examples_at_once(batch: int, numel: int) -> int:
@@ -146,6 +153,11 @@ def room_for_trial(device: torch.device) -> int:
     if allowed < 1:
         free = min(free, int(allowed * total) - reserved)
     return max(free, 0) + reserved - torch.cuda.memory_allocated(device)
+
+
+def room_beside_a_pass(device: torch.device, largest: int) -> MemoryBudget:
+    """For what stays allocated while a backward pass runs whose graph stays too; its largest gradient has so many bytes."""
+    return MemoryBudget(max(0, room_for_trial(device) - _IN_A_PASS * largest) // _CUDA_SHARE)
 
 
 def room_for_recording(device: torch.device, parameters: int) -> int:

@@ -21,6 +21,7 @@ from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples
 from .functions import full_name
+from .machine import is_out_of_memory
 from .marks import EXAMPLE, TRACKED
 from .program import leading_to, loose_ends
 from .reading import Exchange, Reading, shaken
@@ -208,7 +209,9 @@ class _Replay:
         before = random_fingerprint()
         try:
             targets = self._run(substitute, still=still, with_gradient=with_gradient)
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):  # which says nothing about the calls
+                raise
             return None
         after = random_fingerprint()
         return _Outcome(targets, after != before, after)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples, StateWrite
+from .machine import is_out_of_memory
 from .program import ProgramCall
 from .reading import Exchange, Reading, shaken
 from .still import Still
@@ -32,6 +33,7 @@ from .structure import every_tensor, map_tensors
 from .tape import Tape
 
 EXAMPLES_IN_A_RUN = 8
+_FEWEST_EXAMPLES = 2  # of which one may be exchanged while the other stays
 _FEWER_EXAMPLES, _LARGE_OUTPUT = 4, 2**21  # where an example's outputs hold that many numbers, memory counts
 TRIALS = 3  # exchanges of either kind
 _MINOR = 1e-2  # a parameter's gradient is compared on its own scale, but not below this share of the largest
@@ -67,24 +69,25 @@ class _Kept:
         return output.index_select(axis, rows).movedim(axis, 0)
 
 
-def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[Any]) -> Reading:
-    """Refuse if an output that the losses use changes in a row when other examples change or leave. Returns the reading that held."""
+def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[Any]) -> tuple[Reading, int]:
+    """Refuse if an output that the losses use changes in a row when other examples change or leave. Returns the reading that held, and how many examples
+    were tried."""
     parameters = list(tape.marks.trainable().values())
     finite = torch.nonzero(losses.detach().isfinite())[:, 0].tolist()
     speaking = finite if len(finite) > 1 else list(range(len(losses)))
-    held = reading
+    held, tried = reading, min(len(losses), EXAMPLES_IN_A_RUN)
     for call in tape.root_calls:
         if any(node is not None and node in nodes for node in call.output_nodes):
             choices = reading.choices(list(every_tensor([call.call.args, call.call.kwargs])))
             with tape.pause(), tape.eagerly(), random_states_kept(), torch.enable_grad():
-                verdicts = [
-                    _Trial(call.call, choice, speaking, parameters, share=not tape.writes_parameters).verdict() for choice in choices
-                ]
+                trials = [_Trial(call.call, choice, speaking, parameters, share=not tape.writes_parameters) for choice in choices]
+                verdicts = [trial.verdict() for trial in trials]
+            tried = min([tried, *(len(trial.few) for trial in trials)])
             if False in verdicts and True not in verdicts:
                 raise _refusal(call.call)
             if True in verdicts:
                 held = replace(choices[verdicts.index(True)], tables=reading.tables, reordered=reading.reordered)
-    return held
+    return held, tried
 
 
 def _refusal(call: ProgramCall) -> MixedExamples:
@@ -116,16 +119,28 @@ class _Trial:
         ragged = any(reading.is_ragged(tensor) for tensor in inputs) and any(not tensor.is_floating_point() for tensor in inputs)
         self.numbered = ragged or any(id(tensor) in reading.fixed for tensor in inputs)  # rows that leave would need other numbers
         everyone = list(range(reading.batch))
+        self.needs_everyone = self.numbered
         self.few = everyone if self.numbered else sorted(random.Random().sample(speaking, min(len(speaking), most)))
 
     def verdict(self) -> bool | None:
-        """True: the rows are alone. False: they are not. None: nothing can be read from this call."""
+        """True: the rows are alone. False: they are not. None: nothing can be read from this call. Tried on fewer examples where memory runs out."""
+        while True:
+            try:
+                return self._verdict()
+            except Exception as error:
+                if not is_out_of_memory(error) or self.needs_everyone or len(self.few) <= _FEWEST_EXAMPLES:
+                    raise
+                self.few = sorted(random.Random().sample(self.few, max(_FEWEST_EXAMPLES, len(self.few) // 2)))
+
+    def _verdict(self) -> bool | None:
         sizes = {size for tensor in every_tensor([self.call.args, self.call.kwargs]) for size in tensor.shape[:2]}
         try:
             inputs, reading = self._selected(self.few), self.reading.among(self.few, sizes).of_outputs()
             base = self._run(inputs)
-        except Exception:  # it cannot run on fewer examples: run it on all
-            self.few = list(range(self.reading.batch))
+        except Exception as error:  # it cannot run on fewer examples: run it on all
+            if is_out_of_memory(error):
+                raise
+            self.needs_everyone, self.few = True, list(range(self.reading.batch))
             inputs, reading = self._selected(self.few), self.reading.of_outputs()
             base = self._run(inputs)
         try:
@@ -137,10 +152,12 @@ class _Trial:
         if not found:
             return None
         held_still = False
+        other: _Run | None
         for strange in (False, True):
             for trial, exchange in enumerate(Exchange.draw(self.reading, strange, TRIALS, self.few, reading)):
                 kept, exchanged = _Kept(exchange, found), map_tensors((self.call.args, self.call.kwargs), exchange)
                 asked = kept if trial == 0 else None
+                other, base = None, replace(base, gradient=[])  # of a large model they are large
                 try:
                     other = self._run(exchanged, still=held_still, gradient_of=asked)
                     if other.generators != base.generators:  # how many numbers are drawn depends on the data: hold them still
@@ -149,8 +166,10 @@ class _Trial:
                         if base.drew_numbers:
                             break
                         other = self._run(exchanged, still=True, gradient_of=asked)
-                except Exception:
-                    break  # the model need not accept rows that no record has
+                except Exception as error:  # the model need not accept rows that no record has
+                    if is_out_of_memory(error):
+                        raise
+                    break
                 self._check_state(base, other)
                 if asked is not None:
                     base = self._run(inputs, still=held_still, gradient_of=asked)
@@ -184,7 +203,9 @@ class _Trial:
         try:
             part = self._run(self._selected(pair), still=base.drew_numbers)
             whole = self._run(self._selected(self.few), still=True) if base.drew_numbers else base
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return None
         axes: list[int | None] = []
         for place, (a, b) in enumerate(zip(whole.outputs, part.outputs)):

@@ -22,7 +22,7 @@ from .layout import EvenGrouping, Layout, Table, to_rows
 from .marks import Marks
 from .numerics import accumulation_dtype, flat_rows, to_accumulate
 from .passes import Heard
-from .planner import chunk_on
+from .planner import compared_at_once
 from .rules.spread import spread_rule
 
 # How far a gradient may be off its power of two. Nothing moves it but the order of atomic additions, on a GPU, anywhere on
@@ -110,7 +110,7 @@ class Measurement:
         """Whether every row is scaled by its owner's weight, a few rows at a time. An entry that is not finite says nothing."""
         plain, scaled = to_rows(self.grad, layout.axes), to_rows(weighted, layout.axes)  # (R, ...)
         factors = weights.to(scaled.device, accumulation_dtype(scaled.dtype))[self._owners(layout, len(scaled)).to(scaled.device)]
-        step = max(1, chunk_on(scaled.device) * len(scaled) // max(scaled.numel(), 1))
+        step = max(1, compared_at_once(scaled.device) * len(scaled) // max(scaled.numel(), 1))
         return all(
             self._rows_agree(plain[a : a + step].to(scaled.device), scaled[a : a + step], factors[a : a + step])
             for a in range(0, len(scaled), step)

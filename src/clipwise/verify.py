@@ -67,9 +67,9 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int,
     if placed.weights is not None:
         with tape.pause():
             conclusive = _check_sums(tape, gradients, placed, placed.weights)
-        _check_forward(tape, losses, placed, nodes)
+        tried = _check_forward(tape, losses, placed, nodes)
         if conclusive:
-            _remember(tape, len(losses), way, placed)
+            _remember(tape, len(losses), way, placed, tried)
     return gradients
 
 
@@ -100,8 +100,10 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
         return placed
     parameters = tape.marks.trainable()
     codes = Codes.draw(len(losses), half=torch.float16 in tape.hidden_dtypes or any(m.grad.dtype == torch.float16 for m in moving))
-    for weights in codes.weights(losses.detach()):
-        own = _listen(tape, losses, weights, [*moving, *quiet], "compare", list(parameters.values()))
+    *earlier, last = codes.weights(losses.detach())
+    for weights in earlier:
+        _listen(tape, losses, weights, [*moving, *quiet], "compare", [])
+    own = _listen(tape, losses, last, [*moving, *quiet], "compare", list(parameters.values()))
     for measurement in quiet:
         if not measurement.stays_zero:
             raise measurement.refusal(tape.marks)
@@ -122,7 +124,7 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
                 if table is None:
                     raise measurement.refusal(tape.marks)
                 placed.places[id(measurement.record)] = table
-    return replace(placed, weights=weights, own_sums=dict(zip(parameters, own)))
+    return replace(placed, weights=last, own_sums=dict(zip(parameters, own)))
 
 
 def _listen(
@@ -190,21 +192,22 @@ def _check_sums(tape: Tape, gradients: ExampleGradients, placed: _Placed, weight
     return conclusive
 
 
-def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any]) -> None:
-    """Mixing without a gradient path, in the captured modules and around them."""
+def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any]) -> int:
+    """Mixing without a gradient path, in the captured modules and around them. Returns how many examples were tried."""
     rows = [(place, math.prod(placed.shapes[key][axis] for axis in place.axes)) for key, place in placed.places.items()]
     calls = [*(root.call for root in tape.root_calls), *tape.program]
     inputs = [tensor for call in calls for tensor in every_tensor([call.args, call.kwargs])]
     reading = Reading.from_taps(len(losses), rows).with_declared(inputs)
     reading = replace(reading, fixed=frozenset(tape.fixed), not_rows=tape.experience.not_rows(inputs, len(losses)))
-    reading = check_rows_alone(tape, losses, reading, nodes)
+    reading, tried = check_rows_alone(tape, losses, reading, nodes)
     check_losses_alone(tape, losses, reading)
+    return tried
 
 
-def _remember(tape: Tape, batch: int, way: int, placed: _Placed) -> None:
+def _remember(tape: Tape, batch: int, way: int, placed: _Placed, tried: int) -> None:
     """What may be taken for granted from now on: proven layouts, of models that do not move rows as the data says."""
     experience = tape.experience
-    experience.examples_tried += min(batch, EXAMPLES_IN_A_RUN)
+    experience.examples_tried += tried
     row_axes = {axis for place in placed.places.values() for axis in place.axes}
     if experience.examples_tried < _ENOUGH_EXAMPLES or tape.moves.may_move_rows(batch, row_axes):
         return

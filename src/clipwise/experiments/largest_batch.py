@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..machine import is_out_of_memory
 from .case import Case
 from .contenders import make_step
-from .timing import STILL, Settings, is_out_of_memory, tidy_up
+from .timing import STILL, Settings, tidy_up
 
 MOST = 2048  # no larger batch is tried
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experience import experience_of
-from ..machine import free_memory
+from ..machine import free_memory, is_out_of_memory
 from .case import Case
 from .contenders import OPACUS, TAPED, Step, available, for_opacus, make_step
 
@@ -156,13 +156,6 @@ def _too_large(method: str, model: nn.Module, case: Case, settings: Settings) ->
 
 def _nothing(x: Tensor, y: Tensor) -> None:
     """In place of a step that cannot be made: holds on to nothing."""
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def tidy_up() -> None:
