@@ -11,6 +11,7 @@ import clipwise as cw
 import graph_like
 from clipwise import tracing
 from clipwise.compiled import recording, update, variant
+from clipwise.compiled.optimizers import Numbers, for_a_graph
 from helpers import examples
 from test_compiled import RECORDS, begun, built, plan_for, train
 
@@ -59,11 +60,11 @@ def trained_eagerly(*args, **options):
         tracing.DEVICES = devices
 
 
-def assert_same(optimizer, *, tolerance=1e-9, steps=12, **options):
-    x = examples(RECORDS, 4)
+def assert_same(optimizer, *, tolerance=1e-9, steps=12, dtype=torch.float64, **options):
+    x = examples(RECORDS, 4).to(dtype)
     eager = {key: value for key, value in options.items() if key != "rows"}
-    expected = trained_eagerly(built(MLP), x, optimizer=optimizer, steps=steps, **eager)
-    found, step, private = train(built(MLP), x, optimizer=optimizer, steps=steps, **options)
+    expected = trained_eagerly(built(MLP).to(dtype), x, optimizer=optimizer, steps=steps, **eager)
+    found, step, private = train(built(MLP).to(dtype), x, optimizer=optimizer, steps=steps, **options)
     assert float((found - expected).norm()) <= tolerance * float(expected.norm())
     return step, private
 
@@ -90,6 +91,9 @@ FUSED = {
     "as asked": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "not wanted": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "several groups": lambda p: torch.optim.Adam([{"params": (p := list(p))[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": OPTIMIZERS["momentum"],
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
 }
 
 
@@ -97,8 +101,7 @@ FUSED = {
 def test_a_graph_takes_one_kernel_where_torch_may_choose(name, recordings, monkeypatch):
     """The eager steps in between, on which the model is verified, go on with the same state."""
     kernels = []
-    adam = torch._fused_adam_, torch._fused_adamw_
-    for kernel in adam:
+    for kernel in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_):
         monkeypatch.setattr(torch, kernel.__name__, lambda *args, run=kernel, **kwargs: (kernels.append(run), run(*args, **kwargs))[1])
     x = examples(RECORDS, 4).float()
     expected = trained_eagerly(built(MLP).float(), x, optimizer=FUSED[name], steps=12)
@@ -169,13 +172,29 @@ def test_several_rounds_and_several_optimizers(recordings):
     assert len(recordings) == 3 and float((found[1] - found[0]).norm()) <= 1e-9 * float(found[0].norm())
 
 
-@pytest.mark.parametrize("name, expected", [("adam", 1), ("momentum", 4)])
-def test_learning_rates_that_move(name, expected, recordings):
-    """Adam's is an input of the graph; another optimizer is recorded anew."""
+@pytest.mark.parametrize(
+    "name, dtype, expected",
+    [("adam", torch.float64, 1), ("momentum", torch.float64, 4), ("momentum", torch.float32, 1), ("rmsprop", torch.float32, 4)],
+)
+def test_learning_rates_that_move(name, dtype, expected, recordings):
+    """Adam's is an input of the graph, as is SGD's where its step is one kernel; another optimizer is recorded anew."""
     schedulers = {}
     after = lambda optimizer: schedulers.setdefault(id(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)).step()
-    assert_same(OPTIMIZERS[name], after=after, steps=20)
+    assert_same(OPTIMIZERS[name], dtype=dtype, tolerance=1e-9 if dtype == torch.float64 else 1e-5, after=after, steps=20)
     assert len(recordings) == expected
+
+
+def test_parameters_that_become_wide_after_the_beginning_do_not_leave_a_rate_behind(recordings):
+    """SGD's kernels for float64 would fetch the rate to the host, where a graph cannot follow: it is never taken for the first one's."""
+    model = built(MLP).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = Numbers(optimizer)
+    assert numbers.rates_may_move
+    model.double()
+    with for_a_graph(optimizer, [torch.zeros((), device="meta")]), pytest.raises(RuntimeError, match="meta"):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
 
 
 def test_an_optimizer_that_changes_with_every_step_runs_eagerly_in_the_end(recordings):

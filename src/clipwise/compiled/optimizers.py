@@ -14,8 +14,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RAd
 from ..structure import holds_numbers_only
 
 KNOWN = (SGD, Adam, AdamW, RAdam, Adamax, RMSprop, ASGD, Adadelta, Rprop)  # whose state lies in tensors alone
-_RATE_AS_TENSOR = (Adam, AdamW)  # the learning rate may move without another recording
-_FUSED = (Adam, AdamW)  # torch has one kernel for all that a step does
+_RATE_AS_TENSOR = (Adam, AdamW)  # all of torch's kernels read the learning rate from a tensor
+_FUSED = (Adam, AdamW, SGD)  # torch has one kernel for all that a step does
 _NUMBERS = {int, float, bool, type(None)}
 
 
@@ -24,7 +24,8 @@ class Numbers:
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
-        self._moving = ("params", "lr") if takes_rates(optimizer) else ("params",)  # what may change without another recording
+        self.rates_may_move = _takes_rates(optimizer)
+        self._moving = ("params", "lr") if self.rates_may_move else ("params",)  # what may change without another recording
         self._given: list[Any] = []  # when they were last read, with their names, …
         self._found: tuple[Any, ...] | None = None  # … as this
         self._are_steady = False  # they are no objects that may change
@@ -99,9 +100,10 @@ def state_kept(optimizer: Optimizer) -> Iterator[None]:
         raise
 
 
-def takes_rates(optimizer: Optimizer) -> bool:
-    """Whether its learning rates may be tensors that a graph reads."""
-    return type(optimizer) in _RATE_AS_TENSOR
+def _takes_rates(optimizer: Optimizer) -> bool:
+    """Whether its learning rates may be tensors that a graph reads. (Kernels that are not fused fetch that of SGD to the host, which
+    cannot be recorded.)"""
+    return type(optimizer) in _RATE_AS_TENSOR or all(is_fused(optimizer, group) for group in optimizer.param_groups)
 
 
 def is_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:

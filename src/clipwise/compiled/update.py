@@ -31,7 +31,6 @@ from .optimizers import (
     state_kept,
     steps_beside_parameters,
     steps_to_host,
-    takes_rates,
     tensors_of,
 )  # fmt: skip
 from .recording import captured, captured_in_passing
@@ -193,7 +192,7 @@ class RecordedUpdate:
         held = self._held(sums)
         source = _Registered(self._updates.draws(self._number), device)
         deviation = torch.zeros((), dtype=torch.float64, device=device)
-        rates = [room_for_rate(optimizer, group, device) for group in optimizer.param_groups] if takes_rates(optimizer) else None
+        rates = [room_for_rate(optimizer, group, device) for group in optimizer.param_groups] if self._numbers.rates_may_move else None
         gradients: list[Tensor] = []
 
         def run() -> list[Tensor]:
