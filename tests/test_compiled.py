@@ -8,12 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipwise as cw
 from clipwise.compiled.agreement import agree
+from clipwise.compiled.once import make_each_call_once
 from clipwise.compiled.rows import Leaves, default_rows, made_up, part_of
 from clipwise.compiled.sums import GraphSums
+from clipwise.compiled.variant import _hands_on_its_weights
 from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
@@ -125,6 +129,66 @@ def test_recurrent_weights_are_not_laid_out_anew(monkeypatch):
     step, _ = in_steady_state(model, examples(9, 6, 4))
     step(examples(9, 6, 4), torch.arange(9) % 3)
     assert not copies and model.a._flat_weights[0] is model.a.weight_ih_l0
+
+
+def test_a_graph_holds_the_identity_that_recurrent_kernels_multiply_by():
+    """Computed anew, it took three kernels of every replay."""
+    step, _ = in_steady_state(built(MODELS["lstm"][0]), examples(9, 6, 4))
+    (variant,) = step.graphs.variants.values()
+    code = variant.traced.graph.code
+    assert "_tensor_constant" in code and "aten.eye" not in code
+
+
+def test_a_graph_makes_each_call_once():
+    """A layer's weight and its bias need the norm of the same rows."""
+    build, shape = MODELS["mlp"]
+    step, _ = in_steady_state(built(build), examples(9, *shape))
+    (variant,) = step.graphs.variants.values()
+    lines = [line.split(" = ", 1)[1].split(";")[0] for line in variant.traced.graph.code.splitlines() if " = " in line]
+    assert len(lines) == len(set(lines))
+
+
+def test_calls_that_differ_by_more_than_their_names_are_all_made():
+    def function(x):
+        same = x.exp() + x.exp()
+        numbers = (x * 1.0 + x * 2.0) + (x.sum(0) + x.sum(0, keepdim=True)) + torch.copysign(x, 0.0) * torch.copysign(x, -0.0)
+        return [same, numbers, torch.rand_like(x) - torch.rand_like(x)]
+
+    graph = make_fx(function)(torch.ones(3))
+    make_each_call_once(graph)
+    times = {name: graph.code.count(f"aten.{name}.") for name in ("exp", "mul", "sum", "copysign", "rand_like")}
+    assert times == {"exp": 1, "mul": 3, "sum": 2, "copysign": 2, "rand_like": 2}
+    x = torch.randn(3)
+    for found, wanted in zip(graph(x)[:2], function(x)[:2]):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_is_computed_again_to_save_memory_is_computed_again():
+    build = lambda: Net(
+        lambda s, x: s.b(checkpoint(lambda h: s.a(h).tanh().sin(), x, use_reentrant=False)), a=nn.Linear(4, 8), b=nn.Linear(8, 3)
+    )
+    step, _ = assert_same_training(build, examples(RECORDS, 4))
+    (variant,) = step.graphs.variants.values()
+    assert variant.traced.graph.code.count("aten.tanh.") == 2
+
+
+def test_inductor_is_not_asked_where_a_kernel_returns_the_memory_that_it_was_given():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten._cudnn_rnn.default, ()))
+    assert _hands_on_its_weights(torch.fx.GraphModule(nn.Module(), graph))
+    assert not _hands_on_its_weights(make_fx(lambda x: x.exp())(torch.ones(3)))
+
+
+def test_before_something_is_changed_in_place_every_call_is_made():
+    def function(x):
+        first, second = x.exp(), x.exp()
+        first.view(-1).add_(1)
+        return [first - second, x.sin() + x.sin()]
+
+    graph = make_fx(function)(torch.ones(3))
+    make_each_call_once(graph)
+    torch.testing.assert_close(graph(torch.ones(3))[0], torch.ones(3))
+    assert graph.code.count("aten.exp.") == 2 and graph.code.count("aten.sin.") == 1
 
 
 def test_embeddings():

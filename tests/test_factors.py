@@ -337,11 +337,36 @@ def test_norms_with_and_without_a_drift_are_finished_together():
         Squares(value.abs(), 1.0, mass, 4.0, is_square=True),
         Squares(2 * value, 3.0, 2 * mass, 0.25),
         Squares(value, 1.0, mass, 0.0, 0.5),
+        Squares(value, 5.0, mass, 0.5),  # as the second, with other numbers
+        Squares(2 * value, 1.0, mass, 0.0, 0.25),
     ]
     rounded = 3 * value**2 + mass**2 / 4
     expected = [2 * value**2, rounded, value.abs(), value.abs() + 4 * mass**2, 4 * rounded, (value.abs() + mass / 2) ** 2]
-    for found, wanted, alone in zip(finish(measured), expected, measured):
-        assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.finished(), wanted, rtol=1e-14)
+    expected += [5 * value**2 + mass**2 / 2, (2 * value.abs() + mass / 4) ** 2]
+    for found, wanted, alone in zip(finish(measured), expected, measured, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-14) and torch.allclose(alone.now(), wanted, rtol=1e-14)
+
+
+def test_what_was_computed_without_numbers_is_not_kept_for_those_with():
+    def measured(make):
+        return finish([Squares(make(3), 1.5 + layer) for layer in range(2)])
+
+    with FakeTensorMode():
+        measured(torch.ones)
+    assert [float(one.sum()) for one in measured(lambda count: torch.ones(count).double())] == [4.5, 7.5]
+
+
+def test_norms_of_one_form_take_as_many_operations_as_one():
+    """Their numbers may be of their own: of a deep network each layer's are."""
+    counts = []
+    for layers in (2, 9):
+        measured = [Squares(random(4), 1.5 + layer, random(4).abs(), 0.1 * (layer + 1), 0.01) for layer in range(layers)]
+        with torch.profiler.profile() as profile:
+            finish(measured)
+        counts.append(
+            sum(event.count for event in profile.key_averages() if event.key in ("aten::mul", "aten::pow", "aten::add", "aten::sqrt"))
+        )
+    assert counts[0] == counts[1]
 
 
 def test_products_beyond_all_bounds_are_not_finite_rather_than_zero(monkeypatch):

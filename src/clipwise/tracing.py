@@ -18,7 +18,8 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 
-_KEPT_AT_MOST = 64  # results of a function
+_KEPT_AT_MOST = 64  # results of a function …
+_KEPT_FOR_GRAPHS = 4096  # … that graphs hold: a graph that is traced again with another constant counts as another graph
 DEVICES = set() if os.environ.get("CLIPWISE_GRAPHS") == "0" else {"cuda"}  # where work can be recorded as a graph and replayed
 
 
@@ -45,17 +46,27 @@ def can_be_recorded(device: torch.device) -> bool:
 
 def made_once(make: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     """A function whose last results are kept: constants to which nobody writes. What is made for a graph belongs to that graph."""
+    return _made_once(make, for_graphs=False)
+
+
+def made_once_for_graphs_too(make: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """As `made_once`, and a graph holds the constant, which must be declared one, instead of computing it."""
+    return _made_once(make, for_graphs=True)
+
+
+def _made_once(make: Callable[_P, Tensor], *, for_graphs: bool) -> Callable[_P, Tensor]:
     kept: dict[Any, Tensor] = {}
 
     def found(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
-        if is_tracing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if (is_tracing() and not for_graphs) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return make(*args, **kwargs)
         key = args, tuple(kwargs.items())
         tensor = kept.get(key)
         if tensor is None:
-            tensor = make(*args, **kwargs)
+            with outside_graphs():
+                tensor = make(*args, **kwargs)
             if type(tensor) is Tensor and not tensor.is_inference():  # no stand-in of somebody's mode
-                if len(kept) >= _KEPT_AT_MOST:
+                if len(kept) >= (_KEPT_FOR_GRAPHS if for_graphs else _KEPT_AT_MOST):
                     kept.clear()
                 kept[key] = tensor
         return tensor

@@ -31,6 +31,7 @@ from ..methods.base import Clipped, mean_weights
 from ..numerics import without_autocast
 from ..tape import Tape, capture
 from ..tracing import NotTraceable, tracing
+from .once import make_each_call_once, may_draw
 
 Losses = Callable[..., Tensor]
 
@@ -135,8 +136,10 @@ def trace(
     count = len(state.distinct)
     names: list[str] = []
     owners: list[int] = []
+    computes_again = False  # in activation checkpointing
 
     def clipped_sums(*inputs: Tensor) -> list[Tensor]:
+        nonlocal computes_again
         stand_ins = [
             given.detach().requires_grad_(True) if tensor.requires_grad else given for given, tensor in zip(inputs[:count], state.distinct)
         ]
@@ -146,6 +149,7 @@ def trace(
         with state.replaced_by(stand_ins):
             with capture(state.modules) as tape:
                 losses = losses_of(model, *pytree.tree_unflatten(batch, structure))
+            computes_again = tape.computes_again
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
                 raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
             with tape.pause(), without_autocast():
@@ -159,6 +163,8 @@ def trace(
     tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
     inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
     graph = graph_of(clipped_sums, inputs)
+    if not computes_again:
+        make_each_call_once(graph)
     return Traced(graph, names, owners, any(_is_random(node) for node in graph.graph.nodes))
 
 
@@ -216,8 +222,8 @@ def _check_constants(graph: GraphModule) -> None:
 
 def _is_random(node: torch.fx.Node) -> bool:
     """Whether it draws numbers. Fused attention and recurrent kernels do only where they drop something."""
-    operator = node.target
-    if not isinstance(operator, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operator.tags:
+    operator: Any = node.target
+    if not may_draw(node):
         return False
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from ..errors import in_one_line
 from ..numerics import number_on, without_autocast
@@ -41,7 +42,7 @@ class Variant:
         tensors = state.distinct
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
-            run: Run = _compiled(traced, inputs) if backend == "inductor" else traced.graph
+            run: Run = _compiled(traced, inputs) if backend == "inductor" and not _hands_on_its_weights(traced.graph) else traced.graph
             if can_be_recorded(device):
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
@@ -72,6 +73,12 @@ class Variant:
             number = number_on(self._device, bound**-2)
             self._last_bound[0] = bound, number
         return number
+
+
+def _hands_on_its_weights(graph: GraphModule) -> bool:
+    """Whether it runs a recurrent kernel of cuDNN's, which returns the weights that it was given, for its backward pass, and does not say that it is the
+    same memory: Inductor would write something else there in between."""
+    return any(node.target is torch.ops.aten._cudnn_rnn.default for node in graph.graph.nodes)
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..declared import constant
 from ..numerics import measure_rows
-from ..tracing import is_tracing
+from ..tracing import is_tracing, made_once_for_graphs_too
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,10 @@ class Squares:
         """Squared norms as they were measured, without what is added for rounding."""
         return self.value if self.is_square else self.value.square()
 
-    def finished(self) -> Tensor:
-        """Where its vectors lie."""
-        total = self.bare if self.factor == 1.0 else self.bare * self.factor
-        if self.mass is None:
-            return total
-        if self.mass_factor:
-            total = total + self.mass.square() * self.mass_factor
-        return (total.sqrt() + self.mass * self.drift).square() if self.drift else total
+    @property
+    def form(self) -> Hashable:
+        """What the formula consists of, whatever its numbers."""
+        return self.factor == 1.0, self.mass is None, self.mass_factor == 0.0, self.drift == 0.0, self.is_square
 
     def rounded_up(self, factor: float) -> Squares:
         """For values that are rounded once more before they are added up."""
@@ -73,14 +70,37 @@ def finish(measured: Sequence[Squares]) -> list[Tensor]:
     mass_of = {place: next(masses) for place, squares in enumerate(measured) if squares.mass is not None}
     alike: dict[Hashable, list[int]] = {}
     for place, one in enumerate(measured):
-        made = one.factor, one.mass_factor, one.drift, one.is_square, one.mass is None, vectors[place].device
-        alike.setdefault(made, []).append(place)
+        alike.setdefault((one.form, vectors[place].device), []).append(place)
     found: dict[int, Tensor] = {}
     for places in alike.values():
         mass = _stacked([mass_of[place] for place in places]) if places[0] in mass_of else None
-        matrix = replace(measured[places[0]], value=_stacked([vectors[place] for place in places]), mass=mass)
-        found |= zip(places, matrix.finished().unbind(0))
+        value = _stacked([vectors[place] for place in places])
+        found |= zip(places, _finished([measured[place] for place in places], value, mass).unbind(0))
     return [found[place] for place in range(len(measured))]
+
+
+def _finished(alike: Sequence[Squares], value: Tensor, mass: Tensor | None) -> Tensor:
+    """(K, B), of K that have one form; value and mass: theirs, (K, B)"""
+    one, device = alike[0], value.device
+    total = replace(one, value=value).bare
+    if one.factor != 1.0:
+        total = total * _numbers(tuple([each.factor for each in alike]), device)
+    if mass is None:
+        return total
+    if one.mass_factor:
+        total = total + mass.square() * _numbers(tuple([each.mass_factor for each in alike]), device)
+    return (total.sqrt() + mass * _numbers(tuple([each.drift for each in alike]), device)).square() if one.drift else total
+
+
+def _numbers(numbers: tuple[float, ...], device: torch.device) -> float | Tensor:
+    """One for each row: the number itself, where all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else _column(numbers, device)
+
+
+@made_once_for_graphs_too
+def _column(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """(K, 1)"""
+    return constant(torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1))
 
 
 def _stacked(vectors: Sequence[Tensor]) -> Tensor:

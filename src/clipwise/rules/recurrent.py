@@ -17,18 +17,20 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..declared import constant
 from ..factors import Dense, Outer
 from ..functions import trait_of
 from ..marks import CONSTANT, TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
 from ..taps import Deposit, Keep, Record, applied, slot
-from ..tracing import is_tracing, made_once
+from ..tracing import is_tracing, made_once_for_graphs_too, outside_graphs
 from .timeline import Packed, Padded, Timeline
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ class _Layer:
                 tensors = _one_behind_the_other(tensors)
             given = tuple(state) if self.kernel is torch.lstm else state[0]
             args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
-            with _without_advice() if u.is_cuda else contextlib.nullcontext():
+            with _without_advice() if u.is_cuda and is_tracing() else contextlib.nullcontext():
                 if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
                     outputs = _cudnn(self.kernel, u, state, tensors, self.timeline.batch_first)
                 else:
@@ -155,31 +157,59 @@ class _Layer:
         return previous, reset, w_hh
 
 
-@made_once
+@made_once_for_graphs_too
 def _identity(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(width, dtype=dtype, device=device)
+    return constant(torch.eye(width, dtype=dtype, device=device))
 
 
-@made_once
+@made_once_for_graphs_too
 def _no_bias(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(width, dtype=dtype, device=device)
+    return constant(torch.zeros(width, dtype=dtype, device=device))
+
+
+def _in_one_piece(weights: list[Tensor]) -> Tensor:
+    """As cuDNN wants them: by one kernel, where it would copy each of them."""
+    return torch._C._nn.flatten_dense_tensors(weights)
 
 
 def _one_behind_the_other(weights: list[Tensor]) -> list[Tensor]:
-    """In one piece of memory, as cuDNN wants them: by one kernel, where it would copy each of them."""
-    pieces = torch.cat([weight.reshape(-1) for weight in weights]).split([weight.numel() for weight in weights])
-    return [piece.view(weight.shape) for piece, weight in zip(pieces, weights)]
+    return list(torch._C._nn.unflatten_dense_tensors(_in_one_piece(weights), weights))
 
 
 def _cudnn(kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], batch_first: bool) -> tuple[Tensor, ...]:
     """The same kernel by cuDNN's own name. On the way there the stock call looks for one storage of all weights, and graphs hold no storages."""
-    hidden, *memory = state
-    mode, width = _KERNELS.index(kernel), weights[1].shape[1]
-    shape = (mode, width, 0, 1, batch_first)  # no projection, one layer
-    output, *final = torch._cudnn_rnn(
-        u, weights, len(weights), None, hidden, memory[0] if memory else None, *shape, 0.0, True, False, [], None
-    )
+    piece = None
+    if _takes_one_piece(kernel, tuple([weight.shape for weight in weights]), u.dtype, u.device):
+        with torch.no_grad():  # it differentiates with regard to the weights themselves
+            piece = _in_one_piece(weights)
+    output, *final = _run_cudnn(kernel, u, state, weights, piece, batch_first)
     return (output, *final[: len(state)])
+
+
+def _run_cudnn(
+    kernel: Callable[..., Any], u: Tensor, state: list[Tensor], weights: list[Tensor], piece: Tensor | None, batch_first: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(outputs, final hidden state, final memory, what it reserves, its weights in one piece); `piece`: the last, where it is there already."""
+    hidden, *memory = state
+    shape = (_KERNELS.index(kernel), weights[1].shape[1], 0, 1, batch_first)  # no projection, one layer
+    found: tuple[Tensor, ...] = torch._cudnn_rnn(
+        u, weights, len(weights), piece, hidden, memory[0] if memory else None, *shape, 0.0, True, False, [], None
+    )
+    return found
+
+
+@lru_cache
+def _takes_one_piece(kernel: Callable[..., Any], shapes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN itself puts weights of these shapes one behind the other: looked at once, on numbers that tell them apart."""
+    with outside_graphs(), torch.no_grad(), _without_advice():
+        count = sum(shape.numel() for shape in shapes)
+        numbers = (torch.arange(count, device=device) * 7919 % 2039).to(dtype)
+        weights = [piece.view(shape) for piece, shape in zip(numbers.split([shape.numel() for shape in shapes]), shapes)]
+        apart = [weight.clone() for weight in weights]
+        inner, hidden = shapes[0][1], shapes[1][1]
+        u, state = numbers.new_zeros(1, 1, inner), [numbers.new_zeros(1, 1, hidden)] * (2 if kernel is torch.lstm else 1)
+        *_, made = _run_cudnn(kernel, u, state, apart, None, batch_first=True)
+        return torch.equal(made, numbers)
 
 
 @contextlib.contextmanager
