@@ -1,6 +1,7 @@
-"""The same exactness on a GPU, where autograd runs on threads of its own. Skipped where there is none."""
+"""The same exactness on a GPU, where autograd has threads of its own. Skipped where there is none."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -254,13 +255,15 @@ def test_recorded_optimizers_give_the_numbers_of_eager_ones(name):
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "rmsprop", "groups", "fused"])
 @pytest.mark.filterwarnings("ignore")
 def test_recorded_optimizers_of_a_loop_give_the_numbers_of_eager_ones(name, dtype):
-    """Noise included; with a learning rate that moves."""
+    """Noise included; with a learning rate that moves, where it is part of a recording every ten steps."""
     from test_compiled import RECORDS, built, train
     from test_recorded import MLP, OPTIMIZERS, trained_eagerly
 
     optimizer = OPTIMIZERS.get(name, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
     schedulers = {}
-    after = lambda one: schedulers.setdefault(id(one), torch.optim.lr_scheduler.StepLR(one, 4, 0.5)).step()
+    is_input = name in ("adam", "adamw", "groups", "fused") or (name in ("sgd", "momentum") and dtype == torch.float32)
+    every = 4 if is_input else 10
+    after = lambda one: schedulers.setdefault(id(one), torch.optim.lr_scheduler.StepLR(one, every, 0.5)).step()
     losses_of = lambda model, x, y: F.cross_entropy(model(x).double(), y, reduction="none")
     x, options = examples(RECORDS, 4).cuda().to(dtype), dict(steps=24, optimizer=optimizer, after=after, losses_of=losses_of)
     expected = trained_eagerly(built(MLP).cuda().to(dtype), x, **options)
@@ -586,3 +589,21 @@ def test_a_branch_on_another_stream():
     x = examples(6, 32).cuda()
     for _ in range(20):
         assert_exact(model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_weights_reach_cudnn_in_one_piece(kind, dtype, monkeypatch):
+    """Eagerly and in graphs; else it copies each of them at every call, and says so."""
+    from clipwise.rules import recurrent
+    from test_compiled import in_steady_state
+
+    seen, asked = [], recurrent._takes_one_piece
+    monkeypatch.setattr(recurrent, "_takes_one_piece", lambda *args: (seen.append(asked(*args)), seen[-1])[1])
+    model = Net(lambda s, x: s.b(s.a(x)[0][:, -1]), a=kind(4, 8, batch_first=True), b=nn.Linear(8, 3)).cuda().to(dtype)
+    x = torch.randn(9, 6, 4, device="cuda", dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="RNN module weights")
+        step, _ = in_steady_state(model, x)
+        step(x.clone(), torch.arange(9, device="cuda") % 3)
+    assert seen and all(seen) and step.graphs.variants

@@ -131,6 +131,8 @@ WINDOWS = {
     "1d": (nn.Conv1d, (2, 3, 9), (3,), dict(stride=2, padding=1)),
     "2d": (nn.Conv2d, (2, 2, 7, 6), (3, 2), dict(stride=(2, 1), padding=(1, 2), dilation=(1, 2))),
     "groups": (nn.Conv2d, (2, 4, 5, 5), (3, 3), dict(padding=1, groups=2)),
+    "flat but for its padding": (nn.Conv3d, (1, 2, 1, 5, 5), (1, 3, 3), dict(stride=(3, 1, 1), padding=(1, 1, 1))),
+    "several programs": (nn.Conv2d, (2, 3, 13, 12), (5, 3), dict(padding=(2, 1))),
     "3d": (nn.Conv3d, (1, 2, 4, 5, 3), (2, 3, 1), dict(stride=(1, 2, 1), padding=(1, 0, 0))),
     "transposed": (nn.ConvTranspose2d, (2, 2, 4, 3), (3, 2), dict(stride=(2, 3), padding=(1, 0), output_padding=(1, 1))),
 }
