@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cases import Case, losses_of
 from clipwise import noise, tracing
-from clipwise.compiled import in_place, recording, tail, update, variant
+from clipwise.compiled import in_loop, in_place, recording, tail, update, variant
 from clipwise.machine import machine
 from clipwise.models import cnn, mlp, resnet, transformer
 from private_step import private_training
@@ -75,6 +75,7 @@ def pretending() -> Iterator[None]:
             (in_place, "recorded_in_passing", _recorded),
             (update, "captured", _captured),
             (update, "captured_in_passing", _captured),
+            (in_loop, "_copies", list),
             (variant, "can_be_recorded", lambda device: True),
             (noise, "_is_drawn_by_kernel", lambda parameter, count: True),
             (noise, "_by_kernel", lambda total, deviation, scale, seed, over: over),

@@ -1,6 +1,6 @@
 """Private steps over ordinary ones, eager and as graphs: forward pass to updated weights, Adam, in turns in one run.
 
-    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 60] [--ways ordinary "private, traced" …] [--apart]
+    python benchmarks/speed.py [--cases "mlp B128" …] [--steps 100] [--ways ordinary "private, traced" …] [--apart]
 
 ordinary                an ordinary eager step
 ordinary, graph         the same recorded as a CUDA graph (Adam with capturable=True)
@@ -30,9 +30,11 @@ from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_
 from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
 
-WARM_UP = 22  # a graph is there after six, and anew some steps after 16, 32 …, which verify the model; the next ten are like most
+WARM_UP = (
+    22  # a graph is there after six, and anew some steps after 16, 32 …, which verify the model and are few among those that are timed
+)
 _IN_A_LINE = 7  # cases of the plot
-AT_ONCE = 5  # steps between two looks at the clock
+AT_ONCE, AT_ONCE_APART = 5, 20  # steps between two looks at the clock: what a loop does before its first replay counts once for all of them
 SETTLE = 3  # steps before them, after those of another way
 WARM_UP_APART = 40  # the next verification comes with step 64
 
@@ -137,13 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--apart", action="store_true")
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    warm_up, settle = (WARM_UP_APART, 0) if options.apart else (WARM_UP, SETTLE)
+    warm_up, settle, at_once = (WARM_UP_APART, 0, AT_ONCE_APART) if options.apart else (WARM_UP, SETTLE, AT_ONCE)
     path, cases = measure_cases(
-        "speed", options.cases, lambda case: measure(case, ways, options.steps, warm_up, AT_ONCE, settle, apart=options.apart)
+        "speed", options.cases, lambda case: measure(case, ways, max(options.steps, at_once), warm_up, at_once, settle, apart=options.apart)
     )
     draw(path.with_suffix(".png"), cases)
 
