@@ -18,6 +18,17 @@ ALL_METHODS = ("bookkeep", "reweight", "multiloss", "nxbp")
 # times the whole, as for convolutions with many places.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
 
+# In whose words memory ran out: torch's, cuBLAS's, cuDNN's, the host's, Python's.
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+    ),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    MemoryError(),
+]
+
 
 class Net(nn.Module):
     """Modules and parameters by keyword, and a forward function of (net, *inputs)."""

@@ -14,7 +14,7 @@ from clipwise import planner, replay, rerun
 from clipwise.separation import Codes
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from clipwise.verify import verified_gradients
-from helpers import ALL_METHODS, Net, assert_exact, examples
+from helpers import ALL_METHODS, OUT_OF_MEMORY, Net, assert_exact, examples
 
 P = nn.Parameter
 
@@ -153,16 +153,6 @@ def test_a_model_that_runs_on_all_examples_only_and_finds_no_memory_for_them(mon
     with pytest.raises(torch.OutOfMemoryError):
         tried_on(12, forward)
     assert sizes == [8, 12]
-
-
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory."),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-    ),
-    MemoryError(),
-]
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)

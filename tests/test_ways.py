@@ -10,9 +10,10 @@ import clipwise as cw
 from clipwise import kernels, tracing, trials
 from clipwise.factors import Convolution, FactorSum, Geometry, Outer, Rows
 from clipwise.factors import ways as ways_module
+from clipwise.methods.multiloss import multiloss_alone
 from clipwise.planner import MemoryBudget
 from clipwise.testing import clip_and_add, loop_gradients, squared_output
-from helpers import examples
+from helpers import OUT_OF_MEMORY, Net, examples
 
 CPU = torch.device("cpu")
 B = 6
@@ -193,15 +194,43 @@ def test_what_is_written_out_for_a_moment_needs_room_too(timed):
         assert total.way == way
 
 
-def test_a_way_that_runs_out_of_memory_is_left_out(monkeypatch):
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_a_way_that_runs_out_of_memory_is_left_out(error, monkeypatch):
     monkeypatch.setattr(trials, "DEVICES", {"cpu"})
 
     def too_large():
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     found = trials.Trials().fastest("x", 4, {"keep": too_large, "tiles": lambda: None}, "keep", CPU)
     assert found[0] == "tiles" and found[1] >= 0
     assert trials.Trials().fastest("x", 4, {"keep": too_large, "tiles": too_large}, "keep", CPU) == ("keep", None)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_a_kernel_that_runs_out_of_memory_is_not_said_to_be_wrong(error, monkeypatch):
+    def too_large(total, way):
+        raise error
+
+    monkeypatch.setattr(FactorSum, "measured_by", too_large)
+    with pytest.raises(type(error)) as raised:
+        ways_module._checked(FactorSum([Outer(examples(2, 3, 4), examples(2, 3, 5))]), "kernel of 32")
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
+def test_a_pass_that_runs_out_of_memory_is_not_made_once_more_for_each_example(error, monkeypatch):
+    """Which is for operations that cannot be batched, and takes the same memory."""
+    model, calls = Net(lambda s, x: s.a(x), a=nn.Linear(4, 3)).double(), []
+
+    def too_large(*args, **options):
+        calls.append(options)
+        raise error
+
+    losses = squared_output(model(examples(3, 4)))
+    monkeypatch.setattr(torch.autograd, "grad", too_large)
+    with pytest.raises(type(error)):
+        multiloss_alone(model, losses, cw.flat(1.0))
+    assert len(calls) == 1
 
 
 def test_rules_decide_where_nothing_may_be_timed(timed):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .machine import is_out_of_memory
 from .tracing import is_tracing
 
 DEVICES = {"cuda"}
@@ -89,11 +90,13 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
                 return _seconds_on_gpu(run)
         run()
         return _median_seconds(run)
-    except torch.OutOfMemoryError:
-        return math.inf
     except Unusable as why:
         warnings.warn(f"a faster way is left out: {why}", stacklevel=2)
         return math.inf
+    except Exception as error:
+        if is_out_of_memory(error):
+            return math.inf
+        raise
 
 
 def _median_seconds(run: Callable[[], Any]) -> float:

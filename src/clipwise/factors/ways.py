@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import in_one_line
 from ..kernels import CONVOLUTION_TILES, GRAM_TILES, OUTER_TILES, are_available
+from ..machine import is_out_of_memory
 from ..planner import MemoryBudget, choose_way, examples_at_once, may_keep
 from ..trials import TRIALS, Unusable
 from .convolution import Convolution
@@ -97,9 +98,9 @@ def _checked(total: FactorSum, way: str) -> Squares:
     """What a kernel finds, held against its plain twin."""
     try:
         found = total.measured_by(way)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise Unusable(f"{way}: {in_one_line(error)}") from error
     a, b = found.bare, type(total)(total.factors).measured_by("tiles").bare
     agree = torch.isclose(a, b, rtol=_TWINS, atol=_TWINS * float(b.nan_to_num(0, 0, 0).amax())) | ~b.isfinite()

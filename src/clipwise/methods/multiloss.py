@@ -9,6 +9,7 @@ from ..clipping import Clipping
 from ..collect import collect
 from ..factors import Dense
 from ..gradients import ExampleGradients
+from ..machine import is_out_of_memory
 from ..numerics import squared_norms
 from ..tape import Tape
 from .base import Clipped, from_factors, mean_weights, trainable
@@ -55,8 +56,8 @@ def _each_gradient(losses: Tensor, parameters: list[Tensor]) -> list[Tensor | No
     identity = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     try:
         return list(torch.autograd.grad(losses, parameters, identity, retain_graph=True, allow_unused=True, is_grads_batched=True))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         each = [torch.autograd.grad(losses, parameters, row, retain_graph=True, allow_unused=True) for row in identity]
         return [None if column[0] is None else torch.stack(column) for column in zip(*each)]
