@@ -118,8 +118,8 @@ def measure(case: Case, way: Callable[..., list[Callable[..., Any]]], steps: int
     for _ in range(WARM_UP):
         _run(parts, (x.clone(), y.clone()))
     Pretended.idle = True
-    microseconds = [_run(parts, (x.clone(), y.clone())) for _ in range(steps)]
     calls = _run(parts, (x.clone(), y.clone()), count=True)
+    microseconds = [_run(parts, (x.clone(), y.clone())) for _ in range(steps)]
     names = PARTS if len(parts) > 1 else ("whole",)
     return {
         "calls": dict(zip(names, map(int, calls))) | {"all": int(sum(calls))},
