@@ -214,7 +214,7 @@ class Exchange:
             copies = torch.tensor([dice.choice(kept.tolist()) for _ in others], device=value.device)
             new = value.detach().index_select(axis, copies)
         else:  # a record's group may be among the inputs, so records do not change hands between examples that stay and others
-            new = made_up(value.detach().index_select(axis, others.to(value.device)))
+            new = made_up(value.detach().index_select(axis, others.to(value.device)), axis)
         changed = value.detach().index_copy(axis, others.to(value.device), new)
         return changed.index_select(axis, self.reading.rows_of(value, axis, self.few))
 
@@ -226,9 +226,14 @@ def _among(owners: Tensor, examples: Sequence[int]) -> Tensor:
     return torch.isin(owners, torch.tensor(list(examples), dtype=torch.long))
 
 
-def made_up(rows: Tensor) -> Tensor:
-    """Rows no record has: entries shuffled among the rows, and numbers some four to a hundred times as large, of either sign."""
+def made_up(rows: Tensor, axis: int = 0) -> Tensor:
+    """Rows no record has: numbers shuffled, and some four to a hundred times as large, of either sign.
+
+    Integers change rows but not their place in them, where there are several: each place may number categories of its own. rows: along `axis`
+    """
     dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
+    if not rows.is_floating_point() and rows.dim() and rows.shape[axis] > 1:
+        return rows.gather(axis, torch.rand(rows.shape, generator=dice).argsort(axis).to(rows.device))
     shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=dice).to(rows.device)].view(rows.shape)
     if not rows.is_floating_point():
         return shuffled

@@ -1,4 +1,4 @@
-"""A mode that holds random functions still, so that two runs can be compared row by row."""
+"""A mode that holds random functions still, so that two runs can be compared row by row, and looks at indices, since rows that no record has may go astray."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from .bounds import check_bounds
 from .functions import is_open, opened, trait_of
 
 _FILLS = {"rand": 0.5, "uniform_": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0, "normal": 0.0, "normal_": 0.0}
@@ -42,6 +43,7 @@ class Still(TorchFunctionMode):
         if trait_of(func).runs_backward:  # a checkpointed region is computed again inside
             with self:
                 return opened(func)(*args, **kwargs)
+        check_bounds(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if func is F.rrelu:
             return func(**{**dict(zip(("input", "lower", "upper"), args)), **kwargs, "training": False})

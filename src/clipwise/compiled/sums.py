@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..bounds import WithinBounds
 from ..clipping import Clipping, is_fixed
 from ..counts import check_count
 from ..experience import experience_of
@@ -180,15 +181,19 @@ class GraphSums:
         count = max(1, self.rows - 1)
         leaves = made_up(batch.parts[0][0], batch.has_rows)
         few = replace(batch, leaves=part_of(leaves, batch.has_rows, 0, count, count), count=count)
-        found = self.clipped(variant, few, 1.0)
         experience = experience_of(self._modules)
         steps, experience.steps = experience.steps, 2  # not a step on which the model is verified
         try:
-            with capture(self._modules) as tape:
+            with WithinBounds(), capture(self._modules) as tape:
                 losses = self._losses_of(self._model, *few.arguments)
             expected = clip(tape, losses, self.clipping, "bookkeep")
+        except IndexError as error:  # a graph does not raise it on a GPU, it stops the device
+            raise NotTraceable(
+                "it computes indices from real numbers, so that it cannot be tried out on made-up ones: pass what numbers something as integers."
+            ) from error
         finally:
             experience.steps = steps
+        found = self.clipped(variant, few, 1.0)
         if expected.weights.shape != found.weights.shape:
             raise NotTraceable(f"its losses for {count} rows are not {count} numbers.")
         pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
