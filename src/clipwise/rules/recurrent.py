@@ -101,7 +101,8 @@ class _Layer:
         state = [self.watch.tap_weight(part) if marks.kind(part) == TRACKED else part for part in state]
         if weights.w_hr is not None:
             state[0] = state[1].new_zeros(state[1].shape)
-        output, *final = self._through_kernel(u, state)
+        with torch._C.DisableTorchFunction():  # the tape would be asked about every attribute
+            output, *final = self._through_kernel(u, state)
         if weights.w_hr is not None:
             output, final[0] = F.linear(output, weights.w_hr), F.linear(final[0], weights.w_hr)
         return (self.timeline.reversed(output) if self.reverse else output), *final
@@ -126,20 +127,19 @@ class _Layer:
 
     def _kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
         weights = self.weights
-        with torch._C.DisableTorchFunction():
-            w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
-            tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
-            if weights.b_hh is not None:
-                tensors += [_no_bias(u.shape[-1], u.dtype, u.device), weights.b_hh.to(u.dtype)]
-            if u.device.type in _IN_ONE_PIECE and not is_tracing():
-                tensors = _one_behind_the_other(tensors)
-            given = tuple(state) if self.kernel is torch.lstm else state[0]
-            args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
-            with _without_advice() if u.is_cuda and is_tracing() else contextlib.nullcontext():
-                if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
-                    outputs = _cudnn(self.kernel, u, state, tensors, self.timeline.batch_first)
-                else:
-                    outputs = self.kernel(*args)
+        w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
+        tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
+        if weights.b_hh is not None:
+            tensors += [_no_bias(u.shape[-1], u.dtype, u.device), weights.b_hh.to(u.dtype)]
+        if u.device.type in _IN_ONE_PIECE and not is_tracing():
+            tensors = _one_behind_the_other(tensors)
+        given = tuple(state) if self.kernel is torch.lstm else state[0]
+        args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
+        with _without_advice() if u.is_cuda and is_tracing() else contextlib.nullcontext():
+            if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
+                outputs = _cudnn(self.kernel, u, state, tensors, self.timeline.batch_first)
+            else:
+                outputs = self.kernel(*args)
         self.watch.tape.hidden_dtypes.add(outputs[0].dtype)  # under autocast cuDNN computes in float16, whatever was asked for
         self.watch.note(self.kernel, trait_of(self.kernel), args, {}, outputs)
         return outputs
