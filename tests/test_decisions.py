@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 import clipwise as cw
 from clipwise import planner
-from clipwise.compiled.trace import State, trace
+from clipwise.compiled.state import State
+from clipwise.compiled.trace import trace
 from clipwise.decisions import Deciding, Decisions
 from clipwise.experience import experience_of
 from clipwise.factors import FactorSum, Outer

@@ -15,7 +15,8 @@ if torch.cuda.is_available():
 
 import clipwise as cw
 from clipwise import kernels, noise, numerics
-from clipwise.compiled.trace import State, trace
+from clipwise.compiled.state import State
+from clipwise.compiled.trace import trace
 from clipwise.factors import Convolution, FactorSum, Geometry, Outer, convolution
 from clipwise.factors.inner import gram_kernel_roundoff
 from clipwise.kernels.convolution import convolution_gradients

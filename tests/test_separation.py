@@ -439,13 +439,19 @@ def test_a_vanishing_gradient_is_no_mixing(smallest, flushed):
     assert all(total.isfinite().all() for total in sums.values())
 
 
-def test_float16_is_not_verified_on_every_step(monkeypatch):
-    """Its small gradients are all it has: they prove where examples lie."""
+@pytest.fixture
+def verified(monkeypatch):
+    """Grows with every step on which the model is verified."""
     from clipwise import collect
 
-    verified = []
+    steps = []
     real = collect.verified_gradients
-    monkeypatch.setattr(collect, "verified_gradients", lambda *args: verified.append(1) or real(*args))
+    monkeypatch.setattr(collect, "verified_gradients", lambda *args: steps.append(1) or real(*args))
+    return steps
+
+
+def test_float16_is_not_verified_on_every_step(verified):
+    """Its small gradients are all it has: they prove where examples lie."""
     model = nn.Linear(4, 3).half()
     for _ in range(20):
         with cw.capture(model) as tape:
@@ -480,3 +486,39 @@ def test_kernels_repeat_themselves_while_a_model_is_verified():
     with pytest.raises(cw.MixedExamples):
         cw.clipped_loss(tape, losses, cw.flat(1.0))
     assert torch.backends.cudnn.deterministic is False
+
+
+UNUSED = {
+    "beside": Net(lambda s, x: (s.a(x), s.b(x))[0], a=nn.Linear(4, 3), b=nn.Linear(4, 2)),
+    "behind": Net(lambda s, x: (lambda h: (h, torch.tanh(s.b(h)))[0])(s.a(x)), a=nn.Linear(4, 3), b=nn.Linear(3, 2)),
+    "a final state": Net(lambda s, x: s.a(x.view(-1, 2, 2))[0][:, -1], a=nn.LSTM(2, 5, proj_size=3, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_outputs_that_the_losses_do_not_use_are_no_reason_to_verify_every_step(name, verified):
+    """A pooled output that nobody asked for, a second head."""
+    model = UNUSED[name].double()
+    for _ in range(20):
+        x = examples(8, 4)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    assert len(verified) <= 6
+    assert_exact(model, x)
+
+
+def test_an_output_that_is_used_all_at_once_is_verified(verified):
+    """By the same calls, and the same way from an output to the losses."""
+    model = Net(lambda s, x: (s.a(x), s.b(x - x.mean(0)))[s.used], a=nn.Linear(4, 3), b=nn.Linear(4, 3)).double()
+    model.used = 0
+    for _ in range(11):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(examples(8, 4)))
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    assert len(verified) <= 5
+    model.used = 1
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(8, 4)))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))

@@ -18,6 +18,7 @@ from .footprints import Footprint, is_plain
 from .modes import stacked
 from .program import ROOM
 from .tape import Tape, root_hooks
+from .tracing import is_inside_torch_compile
 from .watch import Watch
 
 
@@ -26,7 +27,7 @@ class Block:
 
     def __init__(self, modules: Sequence[nn.Module], *, fallback: bool):
         self.modules = list(modules)
-        self._fallback = fallback
+        self.fallback = fallback
         self._tape: Tape | None = None
         self._entered = contextlib.ExitStack()
         self._looked_at = 0  # root calls that survived the last look
@@ -37,9 +38,9 @@ class Block:
         )
         hooks: list[Any] = []
         for root in self.modules:
-            hooks.append(root.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
-            hooks += root_hooks(root, lambda: self._tape, wrap=_Hook)
-            hooks.append(root.register_forward_hook(_Hook(self._leave_root), always_call=True))
+            hooks.append(root.register_forward_pre_hook(OwnHook(self._enter_root), prepend=True))
+            hooks += root_hooks(root, lambda: self._tape, wrap=OwnHook)
+            hooks.append(root.register_forward_hook(OwnHook(self._leave_root), always_call=True))
         self._hooks = hooks
 
     def _enter_root(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -57,7 +58,7 @@ class Block:
             return
         if self.is_asleep or not torch.is_grad_enabled():
             return
-        if torch.compiler.is_compiling():
+        if is_inside_torch_compile():
             raise _compiled()
         tape, is_root = self._tape, module in self.modules
         if tape is not None and is_root and not tape.depth and len(tape.root_calls) > 2 * self._looked_at:
@@ -73,7 +74,7 @@ class Block:
     def begin(self) -> None:
         """Watch from now on, until the losses are handed over."""
         self.close()
-        self._tape = Tape(self.modules, fallback=self._fallback)
+        self._tape = Tape(self.modules, fallback=self.fallback)
         self._tape.room = ROOM
         self._tape.marks.lenient = True
         self._entered.enter_context(self._tape.watching(low=True))
@@ -134,7 +135,7 @@ class _Openers:
     has many: while a root runs, they are off."""
 
     def __init__(self, modules: Iterable[nn.Module], function: Any):
-        handles = [module.register_forward_pre_hook(_Hook(function), prepend=True) for module in modules]
+        handles = [module.register_forward_pre_hook(OwnHook(function), prepend=True) for module in modules]
         self._hooks = [(handle.hooks_dict_ref, handle.id) for handle in handles]
         self._off: list[tuple[Any, int, Any]] = []
 
@@ -155,7 +156,7 @@ class _Openers:
         self._hooks, self._off = [], []
 
 
-class _Hook:
+class OwnHook:
     """A hook that copies and pickles of the module do not take along: in them it is a function of the standard library that does nothing."""
 
     def __init__(self, function: Any):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .again import repeatable_kernels
-from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints
+from .coverage import check_coverage, fingerprint, refuse_reentrant_checkpoints, taps_behind
 from .errors import LossIndependent, LossShape
 from .factors import Dense
 from .gradients import ExampleGradients
@@ -62,8 +62,11 @@ class Route:
 def route_to(tape: Tape, losses: Tensor) -> Route:
     way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
     known = tape.experience.layouts.get(way, {})
-    fits = all(key in known and known[key].fits(shape, len(losses)) for key, shape in tape.created.items())
-    return Route(way, known if fits else None)
+    odd = [key for key, shape in tape.created.items() if key not in known or not known[key].fits(shape, len(losses))]
+    if odd and known:  # an output that the losses do not use has no gradient to be placed
+        behind = taps_behind(losses)
+        odd = [key for key in odd if key in behind]
+    return Route(way, known if known and not odd else None)
 
 
 def collect(tape: Tape, losses: Tensor, *, keep_graph: bool = False, route: Route | None = None) -> ExampleGradients:
@@ -96,16 +99,19 @@ def _collect(tape: Tape, losses: Tensor, keep_graph: bool, route: Route) -> Exam
     return gradients
 
 
-def collect_for_graph(tape: Tape, losses: Tensor) -> ExampleGradients:
-    """The gradients of every example while they are traced: by layouts that eager steps have verified, or not at all."""
+def collect_for_graph(tape: Tape, losses: Tensor, known: dict[int, Layout] | None = None) -> tuple[ExampleGradients, dict[int, Layout]]:
+    """The gradients of every example while they are traced, and the layouts they are read by: those that eager steps have verified, or that are `known`."""
     check_losses(tape, losses)
-    known = route_to(tape, losses).layouts
+    known = route_to(tape, losses).layouts if known is None else known
     if known is None or not tape.created:
         raise NotTraceable(
-            "where the examples lie in this model could only be measured, batch by batch, or its forward pass takes another way when it is traced."
+            "it sorts, picks or joins rows as the data says, so that where the examples lie is measured on every batch."
+            if tape.moves.may_move_rows(len(losses), range(max((len(shape) for shape in tape.created.values()), default=0)))
+            else "eager steps have not verified the calls that it makes when it is traced: its forward pass depends on how many rows there are, on a number "
+            "that changes, or on whether it is traced."
         )
     gradients, _ = evaluate(tape, losses, lambda record: known[record.key], keep_graph=False, known=True)
-    return gradients
+    return gradients, known
 
 
 def check_heard(tape: Tape, losses: Tensor, heard: list[Record]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .factors import Dense, Diagonal, Factor, Outer, Placed, Rows
 from .factors.placed import Region, Storage, is_injective, positions
 from .functions import trait_of
-from .layout import TableGrouping, to_rows
+from .layout import to_rows
 from .marks import Derived, Marks
 from .numerics import flat_rows
 from .rules.embedding import rows_factor
@@ -163,9 +163,9 @@ def _through_lookup(weight: Tensor, factor: Factor, derived: Derived) -> tuple[T
     if isinstance(factor, Dense):
         each = ids.unsqueeze(0).expand(factor.batch, *ids.shape)
         return table, rows_factor(each, factor.grad, table.shape, padding)
-    if isinstance(factor, Diagonal) and all(axis < ids.dim() for axis in factor.axes):
+    if isinstance(factor, Diagonal) and factor.speaks_of_all and all(axis < ids.dim() for axis in factor.axes):
         each_row = rows_factor(to_rows(ids, factor.axes), factor.rows, table.shape, padding)
-        return table, each_row.merge(TableGrouping(factor.owners, factor.batch))
+        return table, each_row if factor.grouping is None else each_row.merge(factor.grouping)
     return None
 
 

@@ -272,6 +272,8 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         tape = running()
         if tape is not None and not tape.paused:
+            if not tape.depth:
+                entered.clear()  # torch forgets to call hooks of modules that raise where they are told to be compiled
             tape.depth += 1
             entered.append((args, kwargs))
             with torch._C.DisableTorchFunction(), tape.pause():  # the tape would be asked about every attribute

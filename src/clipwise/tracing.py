@@ -27,6 +27,10 @@ class NotTraceable(Exception):
     """Why something cannot become a graph. Eager code takes its place."""
 
 
+class NeverTraceable(NotTraceable):
+    """Why it will not become one in later steps either."""
+
+
 _NOT, _IN_ONE, _IN_STEPS = range(3)
 _tracing: ContextVar[int] = ContextVar("clipwise_tracing", default=_NOT)
 
@@ -94,3 +98,26 @@ def tracing(*, in_steps: bool = False) -> Iterator[None]:
         yield
     finally:
         _tracing.reset(token)
+
+
+_told: ContextVar[bool] = ContextVar("clipwise_told_to_be_compiled", default=False)
+
+
+@contextlib.contextmanager
+def told_to_be_compiled() -> Iterator[None]:
+    """Inside this block torch.compiler.is_compiling() says yes: models then keep from deciding by what is in their tensors.
+
+    The steps that verify a model run so too where it is compiled later, or it would take another way than the one that is traced.
+    """
+    token, before = _told.set(True), torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+        _told.reset(token)
+
+
+def is_inside_torch_compile() -> bool:
+    """Whether this code runs in a region of torch.compile, of which a tape sees nothing."""
+    return torch.compiler.is_compiling() and not _told.get()

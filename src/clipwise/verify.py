@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attributes import attributes_kept
 from .errors import WrongRule
 from .gradients import ExampleGradients
+from .inventory import all_modules
 from .layout import Layout, Table
 from .numerics import accumulation_dtype, unit_roundoff
 from .passes import Heard, evaluate
@@ -199,8 +201,9 @@ def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any])
     inputs = [tensor for call in calls for tensor in every_tensor([call.args, call.kwargs])]
     reading = Reading.from_taps(len(losses), rows).with_declared(inputs)
     reading = replace(reading, fixed=frozenset(tape.fixed), not_rows=tape.experience.not_rows(inputs, len(losses)))
-    reading, tried = check_rows_alone(tape, losses, reading, nodes)
-    check_losses_alone(tape, losses, reading)
+    with attributes_kept(all_modules(tape.modules)):  # of models that cannot be copied
+        reading, tried = check_rows_alone(tape, losses, reading, nodes)
+        check_losses_alone(tape, losses, reading)
     return tried
 
 

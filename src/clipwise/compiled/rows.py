@@ -92,16 +92,33 @@ def to_multiple(rows: int) -> int:
 
 
 def part_of(leaves: Sequence[Any], has_rows: Sequence[bool], start: int, stop: int, rows: int) -> list[Any]:
-    """The rows start … stop-1 of every tensor that has rows, filled up with copies of the first of them."""
-    if stop - start == rows and all(not is_one or leaf.shape[0] == rows for leaf, is_one in zip(leaves, has_rows)):
-        return list(leaves)
-    return [_filled(leaf[start:stop], rows) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
+    """The rows start … stop-1 of every tensor that has rows, filled up with copies of the first of them, and laid out row by row."""
+    return [
+        _filled(leaf if stop - start == len(leaf) else leaf[start:stop], rows) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)
+    ]
 
 
 def _filled(part: Tensor, rows: int) -> Tensor:
-    if len(part) == rows:
+    strides = _row_by_row(part)
+    if len(part) == rows and (strides is None or part.stride() == strides):
         return part
-    return torch.cat([part, part[:1].expand(rows - len(part), *part.shape[1:])])
+    out = part.new_empty_strided((rows, *part.shape[1:]), strides) if strides is not None else part.new_empty((rows, *part.shape[1:]))
+    out[: len(part)] = part
+    out[len(part) :] = part[:1]
+    return out
+
+
+def _row_by_row(part: Tensor) -> tuple[int, ...] | None:
+    """Strides of the same tensor with one row behind the other, each laid out as it is here; None: it is contiguous. A compiled graph is for one layout, and
+    a batch that is cut and filled up must not have several."""
+    if part.is_contiguous():
+        return None
+    strides, step = [0] * part.dim(), 1
+    for axis in sorted(range(1, part.dim()), key=lambda axis: (part.stride(axis), -axis)):
+        strides[axis] = step
+        step *= part.shape[axis]
+    strides[0] = step
+    return tuple(strides)
 
 
 @lru_cache(maxsize=64)

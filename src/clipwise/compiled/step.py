@@ -8,6 +8,7 @@ from ..adaptive import Adaptive
 from ..clipping import Clipping
 from ..errors import WrongDraw
 from ..structure import every_tensor
+from ..tracing import told_to_be_compiled
 from .rows import default_rows
 from .sums import Batch, GraphSums
 from .trace import Losses
@@ -35,9 +36,13 @@ class CompiledStep:
         self._losses_of = losses_of
         rows = default_rows(training.plan) if rows is None else rows
         self._recorded = [RecordedUpdate(number, updates) for number in range(len(updates.optimizers))]
-        self.graphs = GraphSums(training.model, losses_of, self._clipping, rows=rows, backend=backend)
+        self.graphs = GraphSums(training.model, losses_of, self._clipping, rows=rows, backend=backend, fallback=intake.block.fallback)
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *given: Any, **named: Any) -> None:
+        if named:
+            raise TypeError(
+                f"step() takes what the loader yields, in its order, step(*batch), or a dict as it is, step(batch); got {', '.join(named)} by name"
+            )
         self._training.check_open()
         if self._intake.pending.handed:  # it lies in tensors that a replay writes over, and belongs to another draw
             raise WrongDraw(
@@ -74,8 +79,10 @@ class CompiledStep:
     def _eager_step(self, batch: Batch) -> None:
         self._intake.block.begin()  # the graph is traced from here on too
         try:
-            losses = self._losses_of(self._training.model, *batch.arguments)
-            self._training.loss(losses).backward()
+            with told_to_be_compiled():
+                losses = self._losses_of(self._training.model, *batch.arguments)
+                private_loss = self._training.loss(losses)
+            private_loss.backward()
         finally:
             self._intake.block.close()  # also if something was refused: no tape stays on
         if len(losses) != batch.count:

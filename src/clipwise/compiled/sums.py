@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +18,17 @@ from ..clipping import Clipping, is_fixed
 from ..counts import check_count
 from ..experience import experience_of
 from ..inventory import as_modules, numbered_modules
+from ..layout import Layout
 from ..methods import Clipped
 from ..release import clip
+from ..still import Still
 from ..tape import capture
-from ..tracing import NotTraceable
+from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled
 from .agreement import agree
 from .rows import Leaves, made_up, mask, part_of
+from .state import State
 from .surroundings import signature_of, surroundings
-from .trace import Losses, State, Traced, trace
+from .trace import Losses, Traced, trace
 from .variant import Variant
 
 BACKENDS = ("inductor", "eager")
@@ -71,7 +76,7 @@ class Batch:
 class GraphSums:
     """Σ clip(g_i) of a batch by a graph, where there is one."""
 
-    def __init__(self, model: Any, losses_of: Losses, clipping: Clipping, *, rows: int, backend: str):
+    def __init__(self, model: Any, losses_of: Losses, clipping: Clipping, *, rows: int, backend: str, fallback: bool = False):
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
         self.rows = check_count(rows, "rows")
@@ -80,10 +85,12 @@ class GraphSums:
         self._modules: list[nn.Module] = as_modules(model, "compile")
         self._losses_of = losses_of
         self._backend = backend
+        self._fallback = fallback
         self._leaves = Leaves()
         self._attempts: dict[Any, int] = {}
         self._revision = 0  # of what was verified, when these graphs were made
         self._is_given_up = self._is_full = False
+        self._overwritten: set[tuple[int, str]] = set()  # attributes of modules in which every forward pass leaves another tensor
         self.variants: dict[Any, Variant] = {}
 
     def batch(self, given: Any, count: int) -> Batch:
@@ -103,7 +110,7 @@ class GraphSums:
     def due(self, batch: Batch) -> Variant | None:
         """The graph that this step is to be made by; None: by the tape. Eager steps verify the model now and then; then the graph is
         looked at too: it must be what would be traced today."""
-        if self._is_given_up or not batch.count or not any(batch.has_rows):
+        if self._is_given_up or not batch.count:
             return None
         experience = experience_of(self._modules)
         if experience.revision != self._revision:  # the examples lie elsewhere than these graphs take them to
@@ -120,13 +127,15 @@ class GraphSums:
             odd = type(first[signatures.index(None)]).__name__
             self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
             return None
+        if not any(batch.has_rows):
+            return None
         key = (
             self._leaves.name_of(batch.structure),
             signatures,
             batch.has_rows,
             state.signature,
             batch.serials,
-            surroundings(batch.modules),
+            surroundings(batch.modules, self._overwritten),
             self.clipping,
         )
         found = self.variants.get(key)
@@ -157,36 +166,67 @@ class GraphSums:
             return
         self._attempts[key] = attempts + 1
         try:
-            with state.kept():
-                first, _ = batch.parts[0]
-                variant = Variant.of(self._traced(state, batch), state, [*_tensors(first), batch.whole_mask], self._backend)
-                self._try_out(variant, batch)
+            known = len(self._overwritten)
+            with state.kept(self._overwritten):
+                traced = self._traced(state, batch)
+            if len(self._overwritten) > known:  # this state is that of one step alone
+                del self._attempts[key]
+                return
+            with state.kept(self._overwritten):
+                variant = self._variant(traced, state, batch, self._backend)
+                self._try_out(variant, state, batch)
             self.variants[key] = variant
+        except NeverTraceable as error:
+            self.give_up(error)
         except Exception as error:
             if not isinstance(error, NotTraceable) or self._attempts[key] == _ATTEMPTS:
                 self._attempts[key] = _ATTEMPTS
                 _warn(error if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}")
 
-    def _traced(self, state: State, batch: Batch) -> Traced:
-        return trace(self._model, state, self._losses_of, batch.parts[0][0], batch.structure, batch.whole_mask, self.clipping)
+    def _traced(self, state: State, batch: Batch, layouts: dict[int, Layout] | None = None) -> Traced:
+        first, _ = batch.parts[0]
+        return trace(
+            self._model,
+            state,
+            self._losses_of,
+            first,
+            batch.structure,
+            batch.whole_mask,
+            self.clipping,
+            fallback=self._fallback,
+            layouts=layouts,
+        )
 
-    def _try_out(self, variant: Variant, batch: Batch) -> None:
+    def _variant(self, traced: Traced, state: State, batch: Batch, backend: str | None) -> Variant:
+        first, _ = batch.parts[0]
+        return Variant.of(traced, state, [*_tensors(first), batch.whole_mask], backend)
+
+    def _try_out(self, variant: Variant, state: State, batch: Batch) -> None:
         """Hold the graph against the tape, on numbers that are nobody's: what is decided here must not depend on a record.
 
-        One row is left to be filled up, so that losses which depend on how many rows there are do not pass. A graph that draws random
-        numbers cannot be compared.
+        One row is left to be filled up, so that losses which depend on how many rows there are do not pass. In place of a graph that draws random
+        numbers the same one is compared with these held still.
         """
+        still: AbstractContextManager[Any] = contextlib.nullcontext()
         if variant.traced.is_random:
-            return
+            still = Still(everything=True)
+            with still:
+                traced = self._traced(state, batch, variant.traced.layouts)
+            if traced.is_random:
+                raise NotTraceable(
+                    "it draws random numbers by a function that nobody knows how to hold still, so that it cannot be tried out."
+                )
+            variant = self._variant(traced, state, batch, None)
         count = max(1, self.rows - 1)
         leaves = made_up(batch.parts[0][0], batch.has_rows)
         few = replace(batch, leaves=part_of(leaves, batch.has_rows, 0, count, count), count=count)
         experience = experience_of(self._modules)
         steps, experience.steps = experience.steps, 2  # not a step on which the model is verified
         try:
-            with WithinBounds(), capture(self._modules) as tape:
+            with still, WithinBounds(), capture(self._modules, fallback=self._fallback) as tape, told_to_be_compiled():
                 losses = self._losses_of(self._model, *few.arguments)
-            expected = clip(tape, losses, self.clipping, "bookkeep")
+            with still:
+                expected = clip(tape, losses, self.clipping, "bookkeep")
         except IndexError as error:  # a graph does not raise it on a GPU, it stops the device
             raise NotTraceable(
                 "it computes indices from real numbers, so that it cannot be tried out on made-up ones: pass what numbers something as integers."
@@ -203,7 +243,7 @@ class GraphSums:
     def _look_again(self, variant: Variant, state: State, batch: Batch) -> None:
         """Trace once more, and give the graph up if it is another one by now. Data do not matter for that."""
         try:
-            with state.kept():
+            with state.kept(self._overwritten):
                 again = self._traced(state, batch)
             if variant.traced.is_same_as(again):
                 return

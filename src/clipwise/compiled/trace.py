@@ -9,108 +9,34 @@ clips by the same rules, at places that eager steps have verified.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..again import random_states_kept
 from ..clipping import Clipping
 from ..collect import collect_for_graph
 from ..declared import is_declared_constant
 from ..gradients import ExampleGradients
-from ..inventory import all_modules
+from ..layout import Layout
 from ..methods.base import Clipped, mean_weights
 from ..numerics import without_autocast
 from ..tape import Tape, capture
-from ..tracing import NotTraceable, tracing
+from ..tracing import NotTraceable, told_to_be_compiled, tracing
 from .once import make_each_call_once, may_draw
+from .state import State
 
 Losses = Callable[..., Tensor]
 
-
-@dataclass(frozen=True)
-class State:
-    """Parameters and buffers of some modules: what a graph takes as its first inputs."""
-
-    modules: Sequence[nn.Module]
-    places: list[tuple[dict[str, Any], str]]  # (a module's _parameters or _buffers, name there)
-    tensors: list[Tensor]  # at each of them
-    parameters: list[int]  # places of each module that are for parameters
-
-    @classmethod
-    def of(cls, modules: Sequence[nn.Module], everyone: Sequence[nn.Module] | None = None) -> State:
-        """`everyone`: these and the modules below them, where they are known."""
-        places, tensors, parameters = [], [], []
-        for module in all_modules(modules) if everyone is None else everyone:
-            for members in (module._parameters, module._buffers):
-                for name, tensor in members.items():
-                    if tensor is not None:
-                        places.append((members, name))
-                        tensors.append(tensor)
-            parameters.append(len(module._parameters))
-        return cls(modules, places, tensors, parameters)
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return (*self.parameters, *[(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
-
-    @cached_property
-    def distinct(self) -> list[Tensor]:
-        """Every tensor once: tied weights are one input."""
-        return list({id(tensor): tensor for tensor in self.tensors}.values())
-
-    @property
-    def trainable(self) -> list[Tensor]:
-        """Parameters of the modules that are trained, once."""
-        parameters = dict.fromkeys(p for module in all_modules(self.modules) for p in module._parameters.values() if p is not None)
-        return [parameter for parameter in parameters if parameter.requires_grad]
-
-    def _put(self, tensors: Iterable[Tensor]) -> None:
-        """Let the modules hold these, one for each place."""
-        for (members, name), tensor in zip(self.places, tensors):
-            members[name] = tensor
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Whatever a forward pass inside this block writes to buffers, or puts in their place, is undone."""
-        values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self.distinct if not tensor.requires_grad]
-        try:
-            with random_states_kept():
-                yield
-        finally:
-            self._put(self.tensors)
-            with torch.no_grad():
-                for tensor, version, value in values:
-                    if tensor._version != version:
-                        tensor.copy_(value)
-
-    @contextlib.contextmanager
-    def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Inside this block the modules hold these tensors in place of `distinct()`."""
-        by_id = dict(zip(map(id, self.distinct), stand_ins))
-        in_place = [by_id[id(tensor)] for tensor in self.tensors]
-        recurrent = [module for root in self.modules for module in root.modules() if isinstance(module, nn.RNNBase)]
-        lists = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
-        try:
-            self._put(in_place)
-            for module, weights, _ in lists:  # they keep lists of their weights, and would copy all of them if one were another
-                module._flat_weights = [by_id.get(id(weight), weight) for weight in weights]
-                module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
-            yield
-            if any(members.get(name) is not tensor for (members, name), tensor in zip(self.places, in_place)):
-                raise NotTraceable("its forward pass replaces parameters or buffers.")
-        finally:
-            self._put(self.tensors)
-            for module, weights, references in lists:
-                module._flat_weights, module._flat_weight_refs = weights, references
+_LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))  # whose code is not the user's
 
 
 @dataclass(frozen=True)
@@ -121,6 +47,7 @@ class Traced:
     names: list[str]
     places: list[int]
     is_random: bool
+    layouts: dict[int, Layout]  # where the examples lie at its taps
 
     def is_same_as(self, other: Traced) -> bool:
         """Whether both compute the same, whatever the data: a graph holds no numbers but those in its code and its constants."""
@@ -129,9 +56,10 @@ class Traced:
 
 
 def trace(
-    model: Any, state: State, losses_of: Losses, leaves: Sequence[Any], structure: Any, mask: Tensor, clipping: Clipping
+    model: Any, state: State, losses_of: Losses, leaves: Sequence[Any], structure: Any, mask: Tensor, clipping: Clipping,
+    *, fallback: bool = False, layouts: dict[int, Layout] | None = None,
 ) -> Traced:  # fmt: skip
-    """Trace the clipped sums of a batch of this shape. Raises NotTraceable, or whatever the model raises."""
+    """Trace the clipped sums of a batch of this shape. Raises NotTraceable, or whatever the model raises. `layouts`: where they are known from another graph."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     count = len(state.distinct)
     names: list[str] = []
@@ -139,7 +67,7 @@ def trace(
     computes_again = False  # in activation checkpointing
 
     def clipped_sums(*inputs: Tensor) -> list[Tensor]:
-        nonlocal computes_again
+        nonlocal computes_again, layouts
         stand_ins = [
             given.detach().requires_grad_(True) if tensor.requires_grad else given for given, tensor in zip(inputs[:count], state.distinct)
         ]
@@ -147,13 +75,14 @@ def trace(
         for place, tensor in zip(places, inputs[count:-2]):
             batch[place] = tensor
         with state.replaced_by(stand_ins):
-            with capture(state.modules) as tape:
+            with capture(state.modules, fallback=fallback) as tape, told_to_be_compiled():
                 losses = losses_of(model, *pytree.tree_unflatten(batch, structure))
             computes_again = tape.computes_again
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
                 raise NotTraceable(f"its losses for {len(mask)} rows are not {len(mask)} numbers.")
             with tape.pause(), without_autocast():
-                found, _ = masked_sums(collect_for_graph(tape, losses), tape, losses.detach(), clipping, inputs[-2], inputs[-1])
+                gradients, layouts = collect_for_graph(tape, losses, layouts)
+                found, _ = masked_sums(gradients, tape, losses.detach(), clipping, inputs[-2], inputs[-1])
         names[:] = found.sums
         number_of, key_of = {id(one): number for number, one in enumerate(stand_ins)}, {name: key for key, name in tape.marks.names.items()}
         owners[:] = [number_of[key_of[name]] for name in names]
@@ -163,9 +92,13 @@ def trace(
     tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
     inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
     graph = graph_of(clipped_sums, inputs)
+    is_random = any(_is_random(node) for node in graph.graph.nodes)
+    if computes_again and is_random:
+        raise NotTraceable("it draws random numbers beside activation checkpointing, which a graph would draw once more, and others.")
     if not computes_again:
         make_each_call_once(graph)
-    return Traced(graph, names, owners, any(_is_random(node) for node in graph.graph.nodes))
+    assert layouts is not None
+    return Traced(graph, names, owners, is_random, layouts)
 
 
 def masked_sums(
@@ -191,17 +124,41 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
     `in_steps`: each kernel will be started by Python. These inputs are stand-ins that hold no numbers.
     """
     versions = [tensor._version for tensor in inputs]
-    with tracing(in_steps=in_steps):
+    with tracing(in_steps=in_steps), _fetches_named():
         graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
     _check_constants(graph)
-    dynamic = next((str(n.target) for n in graph.graph.nodes if torch.Tag.dynamic_output_shape in getattr(n.target, "tags", ())), None)
+    dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
     if dynamic is not None:
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+@contextlib.contextmanager
+def _fetches_named() -> Iterator[None]:
+    """Code that wants a number of a tensor on the host is told by its place."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "value out of a tracing tensor" not in str(error):
+            raise
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line})" if frames else ""
+        raise NotTraceable(
+            f"it fetches a number from a tensor, to decide by it or to compute with it{where}: write it with tensors (torch.where), or pass it to step()."
+        ) from error
+
+
+def _has_a_size_of_its_own(node: torch.fx.Node) -> bool:
+    """Whether the size of a result depends on numbers. Of an index that does by masks alone."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
+    dtypes = [getattr(index.meta.get("val", index.meta.get("tensor_meta")), "dtype", None) for index in indices if index is not None]
+    return not dtypes or any(dtype in (torch.bool, torch.uint8, None) for dtype in dtypes)
 
 
 def _constants(graph: GraphModule) -> list[Tensor]:

@@ -17,7 +17,8 @@ from ..tracing import can_be_recorded
 from .agreement import coarsest
 from .recording import Recording
 from .rows import mask
-from .trace import State, Traced
+from .state import State
+from .trace import Traced
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -37,13 +38,14 @@ class Variant:
     trainable: list[Tensor]  # parameters of the model
 
     @classmethod
-    def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str) -> Variant:
+    def of(cls, traced: Traced, state: State, batch_and_mask: Sequence[Tensor], backend: str | None) -> Variant:
+        """backend None: the graph as it was traced, for a run or two."""
         device = batch_and_mask[-1].device
         tensors = state.distinct
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
             run: Run = _compiled(traced, inputs) if backend == "inductor" and not _hands_on_its_weights(traced.graph) else traced.graph
-            if can_be_recorded(device):
+            if backend is not None and can_be_recorded(device):
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
         last_bound = [(1.0, number_on(device, 1.0))]

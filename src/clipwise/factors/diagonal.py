@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -14,17 +16,28 @@ class Diagonal(Factor):
     """g_i is `grad` in the rows that belong to example i, and zero elsewhere. grad: shape `shape`, its rows lying along `axes`.
 
     It appears where a weight was made from constants as large as the batch; `derived.py` pulls it back to the weight.
-    `owners` gives the example of each row (-1: nobody), `span` the examples this factor speaks of.
+    `grouping` says which example each row belongs to (none: row i to example i), `span` of which examples this factor speaks.
     """
 
-    def __init__(self, grad: Tensor, axes: tuple[int, ...], owners: Tensor | None = None, span: range | None = None):
+    def __init__(self, grad: Tensor, axes: tuple[int, ...], grouping: Grouping | None = None, span: range | None = None):
         self.grad = to_accumulate(grad)
         self.axes = axes
         self.shape = grad.shape
         self.rows = to_rows(self.grad, axes)  # (R, ...)
-        self.owners = torch.arange(len(self.rows), device=grad.device) if owners is None else owners.to(grad.device)
-        self.span = range(len(self.rows)) if span is None else span
+        self.grouping = grouping
+        self.span = range(len(self.rows) if grouping is None else grouping.batch) if span is None else span
         self.batch = len(self.span)
+
+    @property
+    def speaks_of_all(self) -> bool:
+        return self.batch == (len(self.rows) if self.grouping is None else self.grouping.batch)
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """(R,): the example of each row, -1 for nobody."""
+        if self.grouping is None:
+            return torch.arange(len(self.rows), device=self.grad.device)
+        return self.grouping.owners().to(self.grad.device)
 
     def dense(self) -> Tensor:
         return from_rows(self.rows.masked_fill(~self._mine(self.rows.dim()), 0), self.axes, self.shape)
@@ -44,10 +57,10 @@ class Diagonal(Factor):
         return mine.view(*mine.shape, *[1] * (dims - 1))
 
     def merge(self, grouping: Grouping) -> Diagonal:
-        return Diagonal(self.grad, self.axes, grouping.owners(), range(grouping.batch))
+        return Diagonal(self.grad, self.axes, grouping)
 
     def examples(self, start: int, stop: int) -> Diagonal:
-        return Diagonal(self.grad, self.axes, self.owners, self.span[start:stop])
+        return Diagonal(self.grad, self.axes, self.grouping, self.span[start:stop])
 
     def reshaped(self, shape: torch.Size) -> Factor:
         raise ValueError("a Diagonal keeps the shape it was measured in")

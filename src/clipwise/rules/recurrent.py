@@ -96,7 +96,7 @@ class _Layer:
         u = F.linear(x, weights.w_ih, weights.b_ih)
         if self.reverse:
             u = self.timeline.reversed(u)
-        if weights.w_hr is not None and not (marks.kind(state[0]) == CONSTANT and not bool(state[0].any())):
+        if weights.w_hr is not None and not (marks.kind(state[0]) == CONSTANT and _is_zero(state[0])):
             u = self.timeline.add_to_first_step(u, F.linear(state[0], weights.w_hh))
         state = [self.watch.tap_weight(part) if marks.kind(part) == TRACKED else part for part in state]
         if weights.w_hr is not None:
@@ -155,6 +155,12 @@ class _Layer:
         bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
         reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
         return previous, reset, w_hh
+
+
+def _is_zero(constant_state: Tensor) -> bool:
+    """No step makes another of it, so that a graph may depend on what is in it."""
+    with outside_graphs():
+        return not bool(constant_state.any())
 
 
 @made_once_for_graphs_too
