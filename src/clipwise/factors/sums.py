@@ -199,7 +199,9 @@ class FactorSum:
 
     @property
     def kept_bytes(self) -> int:
-        return 0 if self._kept is None else self._kept.grad.numel() * self._kept.grad.element_size()
+        """Of gradients that lie written out until the clipped sum is formed."""
+        written = self._kept if self._kept is not None else next((factor for factor in self.factors if isinstance(factor, Dense)), None)
+        return 0 if written is None else written.grad.numel() * written.grad.element_size()
 
     @property
     def summary(self) -> str:
