@@ -2,18 +2,19 @@
 
     python benchmarks/flops.py
 
-Matrix products and convolutions only, as FlopCounterMode counts them, forward to gradients. Steps on which clipwise verifies the
-model (1, 2, 4, 8 …) are not counted.
+Matrix products, convolutions and attention, as FlopCounterMode counts them (attention on a CPU by the formulas it has for a GPU), forward to gradients.
+Steps on which clipwise verifies the model (1, 2, 4, 8 …) are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import clipwise as cw
 from clipwise.machine import machine
@@ -28,6 +29,24 @@ PEER = {
     "transformer d256 T256": 1.48,
     "d128 vocabulary 20000": 1.47,
 }
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+def counter() -> FlopCounterMode:
+    """Torch's own, which knows no formula for the attention of a CPU."""
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 class Transformer(nn.Module):
@@ -108,9 +127,9 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def count(work: Callable[[], None]) -> int:
     """oneDNN's LSTM is a black box to the counter; PyTorch's own is not."""
-    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+    with torch.backends.mkldnn.flags(enabled=False), counter() as counted:
         work()
-    return counter.get_total_flops()
+    return counted.get_total_flops()
 
 
 _steps: dict[nn.Module, int] = {}  # private steps taken

@@ -65,6 +65,8 @@ def in_one(left: Tensor, right: Tensor, weights: Tensor, tile: tuple[int, ...]) 
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this compares kernels of a GPU, and there is none")
     results = {"machine": machine(), "microseconds": {}}
     for name, (examples, terms, p, d) in CASES.items():
         left, right = (torch.randn(examples * terms, width, device="cuda").bfloat16() for width in (p, d))

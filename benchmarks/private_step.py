@@ -192,7 +192,7 @@ def measure_cases(
             continue
         for way, row in results["cases"][name].items():
             print(f"{name:26s} {way:22s} {row['milliseconds']:10.2f} {row['times_ordinary']:11.2f} "
-                  f"{row.get('memory_times_ordinary', float('nan')):7.2f}", flush=True)  # fmt: skip
+                  f"{row.get('memory_times_ordinary', '-'):>7}", flush=True)  # fmt: skip
         gc.collect()
         torch.cuda.empty_cache()
     return write_results(title, results), results["cases"]

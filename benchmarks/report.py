@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
+from clipwise.machine import machine
+
 RESULTS = Path(__file__).parent / "results"
+
+
+def sign(figure: Any) -> None:
+    """The machine and the day, in a corner of a plot."""
+    here = machine()
+    figure.supxlabel(f"{here['gpu'] or here['processor']}, torch {here['torch']}, {here['date']}", fontsize=8, x=0.98, ha="right")
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:

@@ -2,7 +2,8 @@
 
     python benchmarks/scaling.py [--longest 8192] [--largest 256]
 
-(On a CPU sequences end at 2048 unless --longest says otherwise: 8192 take some minutes.) A language model of two layers. Operations are those of FlopCounterMode, the same on any machine; milliseconds are medians.
+(On a CPU sequences end at 2048 unless --longest says otherwise: 8192 take some minutes.) A language model of two layers. Operations are those of FlopCounterMode,
+attention included, the same on any machine; milliseconds are medians.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import clipwise as cw
 from cases import DEVICE, losses_of
 from clipwise.machine import machine
 from clipwise.plots import new_figure, save_figure
-from flops import Transformer
-from report import write_results
+from flops import Transformer, counter
+from report import sign, write_results
 
 VERIFIED = 4  # steps before one that is counted: none of the next three is verified
 TIMED = 3
@@ -56,10 +56,10 @@ def measure(batch: int, length: int, width: int = 64) -> dict[str, dict[str, flo
     for way in WAYS:
         for _ in range(VERIFIED if way == "private" else 2):
             _step(model, ids, way)
-        with FlopCounterMode(display=False) as counter:
+        with counter() as counted:
             _step(model, ids, way)
         seconds = statistics.median(_seconds(model, ids, way) for _ in range(TIMED if way == "ordinary" else TIMED - 1))
-        found[way] = {"gigaflops": counter.get_total_flops() / 1e9, "milliseconds": round(1e3 * seconds, 2)}
+        found[way] = {"gigaflops": counted.get_total_flops() / 1e9, "milliseconds": round(1e3 * seconds, 2)}
     return found
 
 
@@ -73,8 +73,9 @@ def draw(path: Path, results: dict[str, Any]) -> None:
             sizes = [int(size) for size in rows]
             axes.plot(sizes, [row[way]["milliseconds"] for row in rows.values()], marker + "-", color=colour, label=f"{way}: milliseconds")
             axes.plot(
-                sizes, [row[way]["gigaflops"] for row in rows.values()], marker + ":", color=colour, label=f"{way}: GFLOP", markersize=4
-            )
+                sizes, [row[way]["gigaflops"] for row in rows.values()], marker + ":", color=colour, label=f"{way}: GFLOP",
+                markersize=8 if way == "ordinary" else 4, linewidth=3 if way == "ordinary" else 1,
+            )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel=label, title=f"{title}, {results['about'][title]}")
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
@@ -82,6 +83,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     figure.axes[0].set_ylabel("a step (log scale)")
+    sign(figure)
     save_figure(figure, path)
 
 

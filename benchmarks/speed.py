@@ -29,6 +29,7 @@ from clipwise.compiled.recording import recorded
 from clipwise.experiments.contenders import OPACUS, available, for_opacus, make_step
 from clipwise.plots import new_figure, save_figure
 from private_step import ORDINARY, Step, Way, measure, measure_cases, plain_way, private_training, private_way
+from report import sign
 
 WARM_UP = (
     22  # a graph is there after six, and anew some steps after 16, 32 …, which verify the model and are few among those that are timed
@@ -75,7 +76,9 @@ def compiled_way(backend: str) -> Way:
 
 def peer_way(name: str) -> Way:
     def make(model: nn.Module, case: Case) -> Step | None:
-        if available(name) is not None or case.bf16:
+        reason = available(name) or ("it is not run under autocast here" if case.bf16 else None)
+        if reason is not None:
+            print(f"{name} is left out: {reason}")
             return None
         try:
             own = for_opacus(model)
@@ -102,6 +105,7 @@ def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
         axes.set_xlim(-0.6, longest - 0.4)
     handles = {label: handle for axes in everyone for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    sign(figure)
     save_figure(figure, path)
 
 

@@ -17,7 +17,7 @@ from clipwise.compiled.agreement import agree
 from clipwise.compiled.once import make_each_call_once
 from clipwise.compiled.rows import Leaves, default_rows, made_up, part_of
 from clipwise.compiled.sums import GraphSums
-from clipwise.compiled.variant import _hands_on_its_weights
+from clipwise.compiled.variant import _is_beyond_inductor
 from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
@@ -175,8 +175,20 @@ def test_what_is_computed_again_to_save_memory_is_computed_again():
 def test_inductor_is_not_asked_where_a_kernel_returns_the_memory_that_it_was_given():
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten._cudnn_rnn.default, ()))
-    assert _hands_on_its_weights(torch.fx.GraphModule(nn.Module(), graph))
-    assert not _hands_on_its_weights(make_fx(lambda x: x.exp())(torch.ones(3)))
+    assert _is_beyond_inductor(torch.fx.GraphModule(nn.Module(), graph))
+    assert not _is_beyond_inductor(make_fx(lambda x: x.exp())(torch.ones(3)))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_recurrent_layers_train_by_inductor_or_as_traced_without_a_word(name):
+    """oneDNN's LSTM is beyond Inductor."""
+    build, shape = MODELS[name]
+    x = torch.randn(RECORDS, *shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this step is not compiled")
+        warnings.filterwarnings("error", message="the graph could not be compiled")
+        _, step, _ = train(build(), x, backend="inductor", steps=7)
+    assert len(step.graphs.variants) == 1
 
 
 def test_before_something_is_changed_in_place_every_call_is_made():

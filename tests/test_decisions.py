@@ -50,6 +50,16 @@ def test_a_second_trace_gives_the_same_graph_whatever_the_budget(kind, budget, m
     assert all(first.is_same_as(other) for other in others)
 
 
+@pytest.mark.parametrize(("megabytes", "way"), [("0", "tiles"), ("0.01", "tiles"), ("0.02", "keep"), ("100", "keep")])
+def test_how_much_may_be_kept_can_be_said(megabytes, way, monkeypatch):
+    """CLIPWISE_KEEP_MB. Four gradients of 32 × 32 numbers in float32 take 16 kB. What is taken for a moment is not concerned."""
+    monkeypatch.setattr(planner, "_SET", megabytes)
+    total = FactorSum([Outer(torch.randn(4, 100, 32), torch.randn(4, 100, 32))])
+    budget = MemoryBudget.on(torch.device("cpu"))
+    assert Deciding(Decisions(), budget, is_known=True).way("weight", total)[0] == way
+    assert budget.has_for_a_moment(2**29)
+
+
 def test_what_was_decided_is_taken_from_the_budget_again():
     decisions, total = Decisions(), total_of(16)
     size = 16 * 30 * 8

@@ -1,6 +1,7 @@
 """clipwise train: what it leaves behind, how it stops and goes on, and what it refuses."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import clipwise as cw
-from clipwise.cli import main
+from clipwise.cli import _parser, main
+from clipwise.commands.train import _job
 from clipwise.data import Examples
 from clipwise.data import catalog as catalogs
 from clipwise.models.zoo import NAMES, build
@@ -123,6 +125,8 @@ def test_resume(tmp_path, capsys):
     assert json.loads((out / "privacy_report.json").read_text())["budget"]["steps"] == 16
     assert main(["train", "--resume", "--epsilon", "9", "--out", str(out)]) == 1
     assert "goes on with the settings in --out" in capsys.readouterr().err
+    again = _job(_parser().parse_args(["train", "--resume", "--epsilon", "8", "--compile", "--out", str(out)]))
+    assert again == dataclasses.replace(job, compile=True)  # what is said again, and how a step is made, changes no plan
 
 
 class Killed(BaseException):

@@ -566,3 +566,17 @@ def test_a_step_whose_noise_failed_may_be_tried_again(monkeypatch):
     assert all(map(torch.equal, before, model.parameters()))
     optimizer.step()
     assert private.position == private.ledger.spent == 1 and not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_without_parameters_is_nobodys_business():
+    """It takes no hooks. One with parameters is refused by name, where they are used."""
+    model = nn.Sequential(nn.Linear(5, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 3)).double()
+    private, _, optimizer = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert sum(1 for _ in steps(private, model, optimizer)) == 6
+    private.close()
+    model = nn.Sequential(torch.jit.script(nn.Linear(5, 8)), nn.Linear(8, 3)).double()
+    private, _, optimizer = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(cw.UnseenUse, match=r"0\.weight is used where the tape cannot see it"):
+        next(steps(private, model, optimizer))
+    private.close()

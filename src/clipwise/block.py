@@ -33,9 +33,10 @@ class Block:
         self._looked_at = 0  # root calls that survived the last look
         self.is_asleep = False
         self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
+        below = dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules)
         self._below = _Openers(
-            dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules), self.open
-        )
+            [module for module in below if not isinstance(module, torch.jit.ScriptModule)], self.open
+        )  # those take no hooks
         hooks: list[Any] = []
         for root in self.modules:
             hooks.append(root.register_forward_pre_hook(OwnHook(self._enter_root), prepend=True))

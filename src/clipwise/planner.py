@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a writ
 _WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed; one of bf16 does not
 _BALANCE = 125  # operations on bf16 matrices in the time that one byte takes to the memory of a GPU (H200: 600e12 a second, 4.8e12 bytes)
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
+_SET = os.environ.get("CLIPWISE_KEEP_MB")  # … or so many MB, on every device
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 _SMALL = 2**26  # bytes that nobody misses
 _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a recording's inputs
@@ -84,6 +86,8 @@ class MemoryBudget:
 
     def has_for_a_moment(self, size: int) -> bool:
         """Whether so many bytes are there for what is let go again before anything else is computed."""
+        if _SET is not None:
+            return size <= _free_on(self._device)
         return self.has(size) or (self._most is not None and size <= self._most // _MOMENT and self._is_free(size))
 
     def take(self, size: int) -> bool:
@@ -102,7 +106,7 @@ class MemoryBudget:
 
     def _is_free(self, size: int) -> bool:
         if self._left is None:
-            self._left = _free_on(self._device)
+            self._left = _free_on(self._device) if _SET is None else int(float(_SET) * 2**20)
         return size + self._spent <= self._left
 
     def _counted(self, *sides: Sequence[Tensor]) -> int:
@@ -120,9 +124,9 @@ def peak_allowed(device: torch.device) -> int | None:
     """Bytes that may be allocated at once in a backward pass that begins now, where that is known.
 
     Now, before anything is freed, an ordinary step is about at its peak. Gradients that stay written out take the place of what the
-    pass gives back as it goes, and a little more.
+    pass gives back as it goes, and a little more. Where somebody has said how much may be kept, that is what counts.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or _SET is not None:
         return None
     allocated = torch.cuda.memory_allocated(device)
     return allocated + max(allocated // _SLACK, _LEAST_SLACK, min(allocated // 4, _SMALL))

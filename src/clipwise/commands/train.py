@@ -72,10 +72,15 @@ def _job(options: Any) -> TrainJob:
     given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in [*_SETTINGS, "compile"]}
     chosen = {name: value for name, value in given.items() if value is not None}
     if options.resume:
-        if chosen or options.preset or options.config:
-            raise BadPlan("--resume goes on with the settings in --out.", "Leave out the others: the plan cannot change under way.")
-        if (options.out / "config.json").exists():
-            chosen = json.loads((options.out / "config.json").read_text())
+        kept = options.out / "config.json"
+        settings = json.loads(kept.read_text()) if kept.exists() else {}
+        others = [name for name, value in chosen.items() if name != "compile" and settings.get(name) != value]
+        if others or options.preset or options.config:
+            raise BadPlan(
+                "--resume goes on with the settings in --out.",
+                "Leave out the others: the plan cannot change under way. (--compile may be added.)",
+            )
+        chosen = settings | chosen
     settings = PRESETS[options.preset] if options.preset else {}
     settings = settings | (read_settings(options.config) if options.config else {}) | chosen
     return TrainJob().changed(settings)

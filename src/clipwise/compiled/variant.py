@@ -44,7 +44,7 @@ class Variant:
         tensors = state.distinct
         inputs = [*(tensor.detach() for tensor in tensors), *batch_and_mask, torch.ones((), dtype=torch.float64, device=device)]
         with without_autocast():
-            run: Run = _compiled(traced, inputs) if backend == "inductor" and not _hands_on_its_weights(traced.graph) else traced.graph
+            run: Run = _compiled(traced, inputs) if backend == "inductor" and not _is_beyond_inductor(traced.graph) else traced.graph
             if backend is not None and can_be_recorded(device):
                 run = Recording(run, inputs, first=len(tensors), last=2)
         parameters = [tensors[place] for place in traced.places]
@@ -77,10 +77,13 @@ class Variant:
         return number
 
 
-def _hands_on_its_weights(graph: GraphModule) -> bool:
-    """Whether it runs a recurrent kernel of cuDNN's, which returns the weights that it was given, for its backward pass, and does not say that it is the
-    same memory: Inductor would write something else there in between."""
-    return any(node.target is torch.ops.aten._cudnn_rnn.default for node in graph.graph.nodes)
+_BEYOND_INDUCTOR = {torch.ops.aten._cudnn_rnn.default, torch.ops.aten.mkldnn_rnn_layer.default}
+
+
+def _is_beyond_inductor(graph: GraphModule) -> bool:
+    """Whether it runs a fused recurrent kernel. cuDNN's returns the weights that it was given, for its backward pass, and does not say that it is the same
+    memory: Inductor would write something else there in between. That of a CPU it does not know how to call."""
+    return any(node.target in _BEYOND_INDUCTOR for node in graph.graph.nodes)
 
 
 def _compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
