@@ -50,6 +50,25 @@ def test_a_second_trace_gives_the_same_graph_whatever_the_budget(kind, budget, m
     assert all(first.is_same_as(other) for other in others)
 
 
+def test_a_second_trace_puts_parameters_in_the_same_order():
+    """Stand-ins for them lie elsewhere in every trace: what is pulled back through other weights must not go by that."""
+    torch.manual_seed(0)
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(8, 6)
+    for _ in range(3):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+    leaves, structure = pytree.tree_flatten((x,))
+    mask = torch.ones(8, dtype=torch.bool)
+    traces = []
+    others = []
+    for _ in range(4):
+        others.append([torch.zeros(1) for _ in range(17)])  # so that addresses differ
+        traces.append(trace(model, State.of([model]), lambda model, x: squared_output(model(x)), leaves, structure, mask, cw.flat(1.0)))
+    assert all(traces[0].is_same_as(other) for other in traces[1:])
+
+
 @pytest.mark.parametrize(("megabytes", "way"), [("0", "tiles"), ("0.01", "tiles"), ("0.02", "keep"), ("100", "keep")])
 def test_how_much_may_be_kept_can_be_said(megabytes, way, monkeypatch):
     """CLIPWISE_KEEP_MB. Four gradients of 32 × 32 numbers in float32 take 16 kB. What is taken for a moment is not concerned."""

@@ -159,9 +159,14 @@ class ExampleGradients:
 
     def add_zero(self, record: Record) -> None:
         """The gradient that reached this tap is zero throughout: its parameters take part, with nothing."""
-        for key in frozenset().union(*map(self._marks.roots, record.use.tracked)):
+        for key in self._in_order(record.use.tracked):
             self._direct.setdefault(key, [])
         self._arrived(record.use.tracked)
+
+    def _in_order(self, weights: Iterable[Tensor]) -> list[int]:
+        """The parameters that these weights are, or are made of, in the model's order: a set of addresses has another one in every graph."""
+        roots = frozenset().union(*map(self._marks.roots, weights))
+        return [key for key in self._marks.parameters if key in roots]
 
     def finish(self) -> None:
         """All taps have been heard."""
@@ -174,8 +179,7 @@ class ExampleGradients:
         if self._indirect:
             outputs = [weight for weight, _ in self._indirect.values()]
             sums = [sum_of(factors) for _, factors in self._indirect.values()]
-            roots = frozenset().union(*map(self._marks.roots, outputs))
-            inputs = {key: self._marks.parameters[key] for key in roots if self._marks.parameters[key].requires_grad}
+            inputs = {key: self._marks.parameters[key] for key in self._in_order(outputs) if self._marks.parameters[key].requires_grad}
             extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
             self._pulled = PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
         self._direct.clear()
