@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NOTHING_YET = "No step has been taken yet: the ways are chosen on the first ones."
+_NOTHING_TO_CHOOSE = "nxbp takes one example after the other: there is nothing to choose."
 WAYS = {
     "written": "the gradients lie there as they are: sums over an example's places (biases, scales)",
     "rows": "a table of which an example touches a few rows: these are added up and measured",
@@ -31,10 +32,10 @@ class Explained:
     kept_bytes: int  # of an example's gradient, if it stays written out
 
 
-def table(rows: Sequence[Explained], batch_size: int) -> str:
+def table(rows: Sequence[Explained], batch_size: int, method: str = "auto") -> str:
     """As text, one line a parameter, and what the ways among them mean. `batch_size`: as the plan expects it; how many were drawn is private."""
     if not rows:
-        return _NOTHING_YET
+        return _NOTHING_TO_CHOOSE if method == "nxbp" else _NOTHING_YET
     head = ("parameter", "used by", "an example's gradient", "way", "ms", "kept MB")
     lines = [head, *(_cells(row, batch_size) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

@@ -159,14 +159,9 @@ class ExampleGradients:
 
     def add_zero(self, record: Record) -> None:
         """The gradient that reached this tap is zero throughout: its parameters take part, with nothing."""
-        for key in self._in_order(record.use.tracked):
+        for key in self._marks.roots_in_order(record.use.tracked):
             self._direct.setdefault(key, [])
         self._arrived(record.use.tracked)
-
-    def _in_order(self, weights: Iterable[Tensor]) -> list[int]:
-        """The parameters that these weights are, or are made of, in the model's order: a set of addresses has another one in every graph."""
-        roots = frozenset().union(*map(self._marks.roots, weights))
-        return [key for key in self._marks.parameters if key in roots]
 
     def finish(self) -> None:
         """All taps have been heard."""
@@ -179,7 +174,9 @@ class ExampleGradients:
         if self._indirect:
             outputs = [weight for weight, _ in self._indirect.values()]
             sums = [sum_of(factors) for _, factors in self._indirect.values()]
-            inputs = {key: self._marks.parameters[key] for key in self._in_order(outputs) if self._marks.parameters[key].requires_grad}
+            inputs = {
+                key: self._marks.parameters[key] for key in self._marks.roots_in_order(outputs) if self._marks.parameters[key].requires_grad
+            }
             extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
             self._pulled = PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
         self._direct.clear()
@@ -191,7 +188,7 @@ class ExampleGradients:
         return [name for key, name in self._marks.names.items() if key in keys]
 
     def normalisations(self) -> set[str]:
-        """Parameters that nothing but rules of ours for normalisations speaks of, where the way is new."""
+        """Parameters that rules of ours for normalisations alone speak of, where the way is new."""
         return {self._marks.names[key] for key, is_one in self._normalises.items() if is_one}
 
     def ways(self) -> dict[str, str]:

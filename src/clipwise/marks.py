@@ -166,6 +166,11 @@ class Marks:
         derived = self.derived(tensor)
         return derived.roots if derived is not None else frozenset()
 
+    def roots_in_order(self, weights: Iterable[Tensor]) -> list[int]:
+        """Ids of the parameters that these weights are, or depend on, in the model's order: a set of ids has another one in every graph."""
+        roots = frozenset().union(*map(self.roots, weights))
+        return [key for key in self.parameters if key in roots]
+
     def _put(self, tensor: Tensor, mark: Derived | int) -> None:
         if id(tensor) not in self.state:
             self._entries.put(tensor, mark)

@@ -264,11 +264,7 @@ class PrivateTraining:
 
     def explain(self) -> None:
         """Print how the norms of each parameter's gradients are evaluated, and what that takes: call, shape, way, time, memory."""
-        rows = experience_of(self._modules).explained
-        if self.position and not rows:
-            print(f"method {self.method!r} takes one example after the other: there is nothing to choose.")
-        else:
-            print(table(rows, self.plan.batch_size))
+        print(table(experience_of(self._modules).explained, self.plan.batch_size, self.method))
 
     def report(self) -> Any:
         """The privacy statement of this training: report.markdown(), .json(), .plot(path), .save(folder)."""
