@@ -93,6 +93,18 @@ def test_integers_as_indices_have_sizes_that_are_known(name):
     assert_same_training(_with_buffer(forward, buffer), X, steps=9)
 
 
+def test_a_number_in_a_buffer_that_was_written_to():
+    """As Gemma scales its embeddings: what stands in for it while a graph is traced was not."""
+
+    def build():
+        net = Net(lambda s, x: s.b(torch.tanh(s.a(x) * s.scale)), a=nn.Linear(4, 6), b=nn.Linear(6, 3))
+        net.register_buffer("scale", torch.tensor(1.0))
+        net.scale.fill_(1.5).mul_(1.1)
+        return net
+
+    assert_same_training(build, X)
+
+
 def test_masks_have_sizes_that_depend_on_the_data():
     def forward(net, x):
         h = net.a(x).clone()

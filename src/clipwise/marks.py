@@ -31,6 +31,9 @@ EXAMPLE, CONSTANT, TRACKED = 0, 1, 2
 _RANDOM = 3  # a constant that is drawn anew in every step
 
 
+STOOD_FOR: WeakTable[int] = WeakTable()  # numbers that stand in for others while a graph is traced, and the versions of those
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Derived:
     """How a derived weight was made. `func` is None where it was changed in place afterwards."""
@@ -197,7 +200,8 @@ class Marks:
 
     def version_of(self, number: Tensor) -> int:
         """Tells whether a buffer or frozen weight without axes was changed: a coefficient that a schedule sets."""
-        return number._version if id(number) in self.state else 0
+        stood_for = STOOD_FOR.get(number)
+        return (number._version if stood_for is None else stood_for) if id(number) in self.state else 0
 
     def name_of_storage(self, tensor: Tensor) -> str | None:
         """The parameter or buffer whose memory this is, or a part of."""

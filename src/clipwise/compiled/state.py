@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..again import random_states_kept
 from ..attributes import Attributes, names_of
 from ..inventory import all_modules
+from ..marks import STOOD_FOR
 from ..tracing import NeverTraceable, NotTraceable
 
 
@@ -98,6 +99,9 @@ class State:
     def replaced_by(self, stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Inside this block the modules hold these tensors in place of `distinct()`."""
         by_id = dict(zip(map(id, self.distinct), stand_ins))
+        for stand_in, tensor in zip(stand_ins, self.distinct):
+            if not tensor.dim():
+                STOOD_FOR.put(stand_in, tensor._version)
         in_place = [by_id[id(tensor)] for tensor in self.tensors]
         recurrent = [module for root in self.modules for module in root.modules() if isinstance(module, nn.RNNBase)]
         lists = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
