@@ -11,7 +11,9 @@ from clipwise import bounds
 from clipwise.bounds import WithinBounds, check_bounds
 from clipwise.reading import made_up
 from clipwise.tracing import is_tracing
+from test_compiled import RECORDS, built, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise")
 I = torch.tensor  # noqa: E741
 X = torch.arange(12.0).view(3, 4)
 
@@ -130,6 +132,8 @@ GOOD_AND_BAD = {
     "x[mask, index]": lambda i: X.expand(2, 3, 4)[torch.ones(2, 3, dtype=torch.bool), I([3 + i] * 6)],
     "x[index] = 1": lambda i: X.clone().__setitem__(I([2 + i]), 1.0),
     "index_put": lambda i: X.index_put((I([2 + i]),), I([1.0])),
+    "index_put by name": lambda i: X.clone().index_put_(indices=(I([2 + i]),), values=I([1.0])),
+    "put": lambda i: X.clone().put_(I([11 + i]), I([1.0])),
     "one_hot": lambda i: F.one_hot(I([4 + i]), 5),
     "one_hot below": lambda i: F.one_hot(I([-i])),
     "cross_entropy": lambda i: F.cross_entropy(X, I([0, 3 + i, -100])),
@@ -142,6 +146,34 @@ GOOD_AND_BAD = {
     "bernoulli": lambda i: torch.bernoulli(I([0.0, 1.0 + i])),
     "multinomial": lambda i: torch.multinomial(I([0.5, 1.0 - 2 * i]), 1),
 }
+
+
+GOOD = {
+    "a tensor that is filled": lambda: torch.full((4,), -3.0).bernoulli_(0.9),
+    "a tensor whose shape is taken": lambda: torch.bernoulli(torch.full((4,), -3.0), p=0.5),
+    "a tensor whose shape is taken, as a method": lambda: torch.full((4,), -3.0).bernoulli(0.5),
+    "counted from the end": lambda: X.index_fill(1, I([-1]), 0.0),
+    "int32": lambda: F.embedding(I([0, 4], dtype=torch.int32), torch.zeros(5, 2)),
+    "nothing": lambda: F.embedding(I([], dtype=torch.long), torch.zeros(5, 2)),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_kernels_take_is_let_through(name, like_a_gpu):
+    GOOD[name]()
+    with WithinBounds():
+        GOOD[name]()
+
+
+def test_probabilities_in_a_tensor_are_looked_at(like_a_gpu):
+    with WithinBounds(), pytest.raises(IndexError, match="a probability is none"):
+        torch.zeros(2).bernoulli_(I([0.5, 1.5]))
+
+
+def test_graphs_that_draw_numbers_are_made_on_a_gpu_too(like_a_gpu):
+    """While a call is traced there is nothing to look at."""
+    _, step, _ = train(built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))), torch.randn(RECORDS, 4).double())
+    assert len(step.graphs.variants) == 1
 
 
 @pytest.mark.parametrize("name", GOOD_AND_BAD)

@@ -105,6 +105,12 @@ def test_a_number_in_a_buffer_that_was_written_to():
     assert_same_training(build, X)
 
 
+def test_a_reshape_behind_the_last_layer():
+    """Autograd calls it by another name while it is traced."""
+    build = lambda: Net(lambda s, x: s.b(torch.tanh(s.a(x)))[:, :6].reshape(-1, 2, 3).sum(1), a=nn.Linear(4, 6), b=nn.Linear(6, 8))
+    assert_same_training(build, X)
+
+
 def test_masks_have_sizes_that_depend_on_the_data():
     def forward(net, x):
         h = net.a(x).clone()

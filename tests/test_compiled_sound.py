@@ -1,5 +1,7 @@
 """What a graph must not get wrong: one record's share of the sums, random numbers, and which state of the model it was made for."""
 
+import collections
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -12,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipwise as cw
+from clipwise.again import repeatable_kernels
+from clipwise.attributes import Same
 from clipwise.compiled.rows import part_of
-from clipwise.compiled.surroundings import Same, surroundings
+from clipwise.compiled.surroundings import surroundings
+from clipwise.tracing import told_to_be_compiled
 from helpers import Net
 from test_compiled import RECORDS, assert_same_training, built, mean_loss, plan_for, train
 
@@ -282,3 +287,176 @@ def test_batches_that_nobody_looks_into_are_named():
     with pytest.raises(TypeError, match="takes what the loader yields, in its order"):
         step(x=X[:12].clone())
     private.close()
+
+
+def _drop_path(x, draw):
+    return x * (draw(x) < 0.8).to(x) / 0.8
+
+
+DRAWS = {
+    "rand": lambda x: _drop_path(x, lambda x: torch.rand(len(x), 1, dtype=x.dtype)),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn_like": lambda x: x + 0.1 * torch.randn_like(x),
+    "randn": lambda x: x + 0.1 * torch.randn(x.shape, dtype=x.dtype),
+    "normal": lambda x: x + 0.1 * torch.normal(torch.zeros_like(x), 1.0),
+    "normal of a size": lambda x: x + 0.1 * torch.normal(0.0, 1.0, size=x.shape),
+    "normal_": lambda x: x + 0.1 * torch.empty_like(x).normal_(),
+    "uniform_": lambda x: _drop_path(x, lambda x: x.new_empty(len(x), 1).uniform_()),
+    "bernoulli_": lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.8),
+    "randint": lambda x: x * (1 + torch.randint(0, 2, (len(x), 1))),
+    "exponential_": lambda x: x * torch.empty_like(x).exponential_(),
+    "gumbel_softmax": lambda x: x * F.gumbel_softmax(x, dim=-1),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_models_that_draw_numbers_are_compiled(name):
+    """Each of these can be held still, so that the graph is compared with the tape."""
+    build = lambda: Net(lambda s, x: s.b(DRAWS[name](torch.tanh(s.a(x)))), a=nn.Linear(4, 6), b=nn.Linear(6, 3))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this step is not compiled")
+        _, step, _ = train(built(build), X)
+    assert len(step.graphs.variants) == 1
+
+
+def test_settings_of_the_process_are_back_when_the_last_thread_has_left():
+    """One comes in before the other, and leaves before it."""
+    for block, is_on in (
+        (told_to_be_compiled, torch.compiler.is_compiling),
+        (repeatable_kernels, lambda: torch.backends.cudnn.deterministic),
+    ):
+        first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+        seen = []
+
+        def first(block=block, events=(first_is_in, second_is_in, first_is_out)):
+            with block():
+                events[0].set()
+                events[1].wait(5)
+            events[2].set()
+
+        def second(block=block, is_on=is_on, seen=seen, events=(first_is_in, second_is_in, first_is_out)):
+            events[0].wait(5)
+            with block():
+                events[1].set()
+                events[2].wait(5)
+                seen.append(is_on())
+
+        threads = [threading.Thread(target=one) for one in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [True] and not is_on()
+
+
+@pytest.mark.parametrize("how", ["filled", "replaced"])
+def test_the_first_state_of_an_lstm_with_projections_may_change(how):
+    """Zero when the graph is made, something else later."""
+
+    def forward(net, x):
+        start = net.h0.expand(-1, len(x), -1).contiguous(), x.new_zeros(1, len(x), 5)
+        return net.b(net.a(x.view(-1, 2, 2), start)[0][:, -1])
+
+    def build():
+        net = Net(forward, a=nn.LSTM(2, 5, proj_size=3, batch_first=True), b=nn.Linear(3, 3))
+        net.register_buffer("h0", torch.zeros(1, 1, 3))
+        return net
+
+    trained = []
+    for compiled in (False, True):
+        model, count = built(build), [0]
+
+        def look(optimizer, model=model, count=count):
+            count[0] += 1
+            if count[0] == 9 and how == "filled":
+                model.h0.fill_(0.7)
+            elif count[0] == 9:
+                model.h0 = torch.full((1, 1, 3), 0.7, dtype=torch.float64)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="this step is not compiled")
+            found, _, _ = train(model, X, steps=14, compiled=compiled, after=look, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+        trained.append(found)
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-8, atol=1e-10)
+
+
+def _count_deep(held):
+    held["deep"]["calls"] += 1
+
+
+HELD = {
+    "a counter": (collections.Counter, lambda held: held.update(["calls"]), lambda held: held["calls"]),
+    "a dict in a dict": (lambda: {"deep": {"calls": 0}}, _count_deep, lambda held: held["deep"]["calls"]),
+    "a deque": (collections.deque, lambda held: held.append(1), len),
+    "a set": (set, lambda held: held.add(len(held)), len),
+    "a list in a tuple": (lambda: ([],), lambda held: held[0].append(1), lambda held: len(held[0])),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_model_counts_in_is_put_back_however_deep_it_lies(name):
+    make, count, read = HELD[name]
+
+    def forward(net, x):
+        count(net.held)
+        return net.a(x) * min(1.0, read(net.held) / 20)
+
+    def build():
+        net = Net(forward, a=nn.Linear(4, 3))
+        net.held = make()
+        return net
+
+    eager, compiled = built(build), built(build)
+    expected, _, _ = train(eager, X, compiled=False, steps=20)
+    with pytest.warns(UserWarning, match="changes held of Net"):
+        found, _, _ = train(compiled, X, steps=20)
+    assert torch.equal(found, expected) and read(compiled.held) == read(eager.held) == 20
+
+
+SET_AGAIN = {
+    "a tuple": lambda net, x: setattr(net, "held", (x.shape[1], 2)),
+    "a size": lambda net, x: setattr(net, "held", x.shape[1:]),
+    "a list": lambda net, x: setattr(net, "held", [4, 8]),
+    "a number of numpy's": lambda net, x: setattr(net, "held", np.int64(3)),
+    "activations by name": lambda net, x: setattr(net, "held", {"x": x * 2}),
+}
+
+
+@pytest.mark.parametrize("name", SET_AGAIN)
+def test_what_is_set_to_the_same_again_does_not_stand_in_the_way(name):
+    def forward(net, x):
+        SET_AGAIN[name](net, x)
+        return net.b(torch.tanh(net.a(x)))
+
+    assert_same_training(lambda: Net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3)), X)
+
+
+def test_a_tensor_that_is_read_and_replaced_is_not_baked_in():
+    def forward(net, x):
+        net.temperature = cw.constant(net.temperature * 0.8)
+        return net.a(x) * net.temperature
+
+    def build():
+        net = Net(forward, a=nn.Linear(4, 3))
+        net.temperature = cw.constant(torch.tensor([1.0], dtype=torch.float64))
+        return net
+
+    eager, compiled = built(build), built(build)
+    expected, _, _ = train(eager, X, compiled=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="this step is not compiled")
+        found, step, _ = train(compiled, X)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(compiled.temperature, eager.temperature)
+    assert not step.graphs.variants
+
+
+def test_checkpointed_regions_are_told_too():
+    def region(net, x):
+        h = net.a(x)
+        return h if torch.compiler.is_compiling() else h * (1.0 if float(h.detach().sum()) < 1e9 else 2.0)
+
+    assert_same_training(
+        lambda: Net(lambda s, x: s.b(checkpoint(region, s, x, use_reentrant=False)), a=nn.Linear(4, 6), b=nn.Linear(6, 3)), X
+    )

@@ -72,11 +72,18 @@ def test_a_second_trace_puts_parameters_in_the_same_order():
 @pytest.mark.parametrize(("megabytes", "way"), [("0", "tiles"), ("0.01", "tiles"), ("0.02", "keep"), ("100", "keep")])
 def test_how_much_may_be_kept_can_be_said(megabytes, way, monkeypatch):
     """CLIPWISE_KEEP_MB. Four gradients of 32 × 32 numbers in float32 take 16 kB. What is taken for a moment is not concerned."""
-    monkeypatch.setattr(planner, "_SET", megabytes)
+    monkeypatch.setattr(planner, "_SET", planner.bytes_to_keep(megabytes))
     total = FactorSum([Outer(torch.randn(4, 100, 32), torch.randn(4, 100, 32))])
     budget = MemoryBudget.on(torch.device("cpu"))
     assert Deciding(Decisions(), budget, is_known=True).way("weight", total)[0] == way
     assert budget.has_for_a_moment(2**29)
+
+
+@pytest.mark.parametrize("said", ["abc", "nan", "inf", "1 GB"])
+def test_what_may_be_kept_is_a_number(said):
+    assert planner.bytes_to_keep(None) is planner.bytes_to_keep("") is None
+    with pytest.raises(ValueError, match="CLIPWISE_KEEP_MB must be a number of megabytes"):
+        planner.bytes_to_keep(said)
 
 
 def test_what_was_decided_is_taken_from_the_budget_again():

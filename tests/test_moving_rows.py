@@ -221,3 +221,70 @@ def test_examples_that_meet_only_where_one_of_them_is_large_are_refused(mixer):
     x[0] = -1e8 * model.a.weight.detach()[0].sign()
     with pytest.raises(cw.MixedExamples):
         step(x)
+
+
+SHIFTED = {
+    "flip": lambda v: v.flip(0),
+    "flip by a tuple": lambda v: torch.flip(v, (0, 1)).flip(-1),
+    "flipud": lambda v: torch.flipud(v),
+    "roll": lambda v: v.roll(1, 0),
+    "roll of everything": lambda v: v.roll(v.shape[1]),
+    "rot90 twice": lambda v: torch.rot90(v, 2).flip(1),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_rows_that_meet_others_where_these_win_are_measured_on_every_batch(name):
+    """No neighbour wins on a batch that was verified; later one does."""
+    model = Net(lambda s, x: torch.minimum(s.a(x), SHIFTED[name](s.a(x)) + 1e4), a=nn.Linear(4, 3)).double()
+    for step in range(10):
+        x = examples(8, 4)
+        if step == 9:
+            x[3] *= -1e7
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        if step < 9:
+            cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    with pytest.raises(cw.MixedExamples):
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+
+
+def test_an_order_that_a_coin_decides():
+    """Rows there and back, or as they are: each batch is measured, so that no record exceeds the bound."""
+    coins = iter([True] * 9 + [False] * 8)
+
+    def forward(net, x):
+        stays = next(coins)
+        h = torch.where(torch.tensor(stays), x, x.flip(0))
+        z = net.a(h)
+        return torch.where(torch.tensor(stays), z, z.flip(0))
+
+    model = Net(forward, a=nn.Linear(4, 3)).double()
+    for _ in range(4):
+        x = examples(8, 4)
+        coins = iter([True] * 200)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    coins = iter([False] * 200)
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x))
+    norms = cw.per_example_norms(tape, losses)
+    coins = iter([True] * 200)
+    expected = clip_and_add(loop_gradients(model, [x]), 1.0)[1]
+    torch.testing.assert_close(norms, expected)
+
+
+def test_pictures_that_are_turned_are_no_reason_to_measure_every_batch(monkeypatch):
+    """Windows that are shifted, sequences that are read backwards: other axes than that of the examples."""
+    from clipwise import collect
+
+    verified = []
+    real = collect.verified_gradients
+    monkeypatch.setattr(collect, "verified_gradients", lambda *args: verified.append(1) or real(*args))
+    model = Net(lambda s, x: s.a(x.roll((1, 2), (1, 2)).flip(2) + torch.rot90(x, 1, (1, 2))).mean((1, 2)), a=nn.Linear(4, 3)).double()
+    for _ in range(20):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(examples(8, 8, 8, 4)))
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    assert len(verified) <= 6

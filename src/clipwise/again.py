@@ -7,9 +7,12 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+
+from .switches import Switch
 
 
 def isolated(module: nn.Module, *, share_parameters: bool = True) -> nn.Module:
@@ -39,19 +42,16 @@ def random_states_kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-@contextlib.contextmanager
-def repeatable_kernels() -> Iterator[None]:
-    """Runs of the same shapes add in the same order: cuDNN leaves out what adds in the order in which threads arrive.
+_repeatable = Switch(torch.backends.cudnn, "deterministic")
+
+
+def repeatable_kernels() -> AbstractContextManager[None]:
+    """Inside this block runs of the same shapes add in the same order: cuDNN leaves out what adds in the order in which threads arrive.
 
     Differences in the last bit become differences in the eleventh where the next layer rounds to TF32, and a hundred layers make
     per cents of them.
     """
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = before
+    return _repeatable
 
 
 def same_draws() -> None:

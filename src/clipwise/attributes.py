@@ -1,70 +1,125 @@
-"""What modules hold besides parameters, buffers and modules below them: taken down before a forward pass that does not count, and put back after it."""
+"""What modules hold besides parameters, buffers and modules below them: when it is the same, and put back after forward passes that do not count."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import numbers
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .kept import own_names
-from .structure import PLAIN
+from .structure import PLAIN, holds_numbers_only
 
+_FEW = 256  # entries of a list or dict that are looked at one by one
+_DEPTH = 3  # of lists and dicts inside each other
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MISSING: Any = object()
+
+
+class Same:
+    """Equal to another if both are of one and the same object, which is still there: the id of one that is gone is the next one's.
+
+    What can be is referred to weakly: a model may hold a tensor with all that it was computed from.
+    """
+
+    __slots__ = ("_hash", "_of", "_version")
+
+    def __init__(self, value: Any):
+        try:
+            self._of: Any = weakref.ref(value)
+        except TypeError:
+            self._of = lambda: value
+        self._hash = id(value)
+        self._version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or self._hash != other._hash or self._version != other._version:
+            return False
+        mine = self._of()
+        return mine is not None and mine is other._of()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def value(self) -> Any:
+        """None where it is gone."""
+        return self._of()
+
+
+def essence(value: Any, *, tensors: bool = True, depth: int = _DEPTH) -> Any:
+    """What can be compared and hashed in place of a value: numbers and words as they are, lists and dicts by their entries, anything else by who it is.
+    Without `tensors` one is as good as another."""
+    kind = type(value)
+    if kind in PLAIN or (kind is tuple and len(value) <= _FEW and holds_numbers_only(value)):
+        return value
+    if isinstance(value, nn.Parameter):
+        return None  # part of the model's state, which is compared by itself
+    if isinstance(value, Tensor):
+        return Same(value) if tensors else Tensor
+    if isinstance(value, weakref.ref):
+        return essence(value(), tensors=tensors, depth=0)
+    if isinstance(value, numbers.Number | str) and kind.__hash__ is not None:  # of numpy's, or of a class of the user's
+        return kind, value
+    if depth and isinstance(value, _CONTAINERS) and len(value) <= _FEW:
+        if isinstance(value, dict):
+            return tuple([(essence(key, depth=0), essence(item, tensors=tensors, depth=depth - 1)) for key, item in value.items()])
+        found = [essence(item, tensors=tensors, depth=depth - 1) for item in value]
+        return frozenset(found) if isinstance(value, set | frozenset) else tuple(found)
+    return Same(value)
 
 
 class Attributes:
     """Of some modules, as they are now. Lists, dicts and sets that modules hold are taken down with their entries."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._before = [
-            (module, {name: vars(module)[name] for name in (*own_names(vars(module)), "training") if name in vars(module)})
-            for module in modules
-        ]
-        self._entries = [(held, held.copy()) for _, values in self._before for held in values.values() if type(held) in (list, dict, set)]
+        self._before = []
+        self._entries: list[tuple[Any, Any]] = []  # a list or dict, and what was in it
+        for module in modules:
+            held = {name: vars(module)[name] for name in (*own_names(vars(module)), "training") if name in vars(module)}
+            self._before.append((module, {name: (value, essence(value), essence(value, tensors=False)) for name, value in held.items()}))
+            for value in held.values():
+                self._take_down(value, _DEPTH)
 
-    def put_back(self) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
-        """Undo what has changed. Returns where: what tells one step from the next, and tensors that were put in the place of others."""
-        entries_of = {id(held): (held, before) for held, before in self._entries}
+    def _take_down(self, value: Any, depth: int) -> None:
+        is_numbers = isinstance(value, tuple) and holds_numbers_only(value)
+        if not depth or is_numbers or not isinstance(value, _CONTAINERS) or len(value) > _FEW:
+            return
+        if not isinstance(value, tuple | frozenset):
+            self._entries.append((value, copy.copy(value)))
+        for item in value.values() if isinstance(value, dict) else value:
+            self._take_down(item, depth - 1)
+
+    def put_back(self) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str, Any]]]:
+        """Undo what has changed. Returns where: what tells one step from the next; and where nothing but tensors took the place of others, with what was there."""
         changed: list[tuple[nn.Module, str]] = []
-        tensors: list[tuple[nn.Module, str]] = []
+        tensors: list[tuple[nn.Module, str, Any]] = []
         for module, values in self._before:
             attributes = vars(module)
             for name in {**values, **dict.fromkeys(own_names(attributes))}:
-                before, now = values.get(name, _MISSING), attributes.get(name, _MISSING)
-                held, earlier = entries_of.get(id(before), (None, None))
-                if _is_same(before, now) and (held is None or _same_entries(held, earlier)):
+                before, whole, without_tensors = values.get(name, (_MISSING, None, None))
+                now = attributes.get(name, _MISSING)
+                if now is not _MISSING and before is not _MISSING and essence(now) == whole:
                     continue
-                are_tensors = isinstance(now, Tensor) and (before is _MISSING or before is None or isinstance(before, Tensor))
-                (tensors if are_tensors else changed).append((module, name))
-                if held is not None:
-                    _put_entries_back(held, earlier)
+                is_new_tensor = isinstance(now, Tensor) and (before is _MISSING or before is None)
+                if is_new_tensor or (now is not _MISSING and before is not _MISSING and essence(now, tensors=False) == without_tensors):
+                    tensors.append((module, name, before))
+                else:
+                    changed.append((module, name))
                 if before is _MISSING:
                     del attributes[name]
                 else:
                     attributes[name] = before
+        for held, earlier in self._entries:
+            if essence(held, depth=1) != essence(earlier, depth=1):
+                held.clear()
+                (held.extend if isinstance(held, list | deque) else held.update)(earlier)
         return changed, tensors
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in PLAIN and a == b)
-
-
-def _same_entries(a: Any, b: Any) -> bool:
-    if isinstance(a, set) or len(a) != len(b):
-        return bool(a == b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(map(_is_same, a.values(), b.values()))
-    return all(map(_is_same, a, b))
-
-
-def _put_entries_back(held: Any, before: Any) -> None:
-    held.clear()
-    if isinstance(held, list):
-        held.extend(before)
-    else:
-        held.update(before)
 
 
 @contextlib.contextmanager

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .tracing import is_tracing
+
 STOPPED_BY_THEM = {"cuda"}  # devices whose kernels do not raise an exception
 
 # What these functions call their arguments, in their order.
-_ALONG_AN_AXIS = "index_select gather scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce".split()
+_ALONG_AN_AXIS = "index_select gather scatter scatter_add scatter_reduce index_add index_copy index_reduce index_fill".split()
 _WITH_CLASSES = "cross_entropy cross_entropy_loss nll_loss nll_loss_nd multi_margin_loss".split()
-_OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": None}  # and the largest there may be
+_OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": None}  # the first argument, and the largest there may be
 _NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ALONG_AN_AXIS, ("input", "dim", "index")),
     **dict.fromkeys(_WITH_CLASSES, ("input", "target", "weight", "size_average", "ignore_index")),
     **dict.fromkeys(_OF_PROBABILITIES, ("input",)),
     "take": ("input", "index"),
+    "put": ("input", "index"),
     "one_hot": ("input", "num_classes"),
 }
 _LOOK_UPS = {"embedding", "embedding_bag"}  # torch wants the table first, torch.nn.functional the indices
@@ -40,11 +43,15 @@ class WithinBounds(TorchFunctionMode):
 
 
 def check_bounds(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise an IndexError where this call would stop the device."""
+    """Raise an IndexError where this call would stop the device. A call that is traced has no numbers yet."""
+    if is_tracing():
+        return
     name = getattr(func, "__name__", "")
+    if name in ("bernoulli", "bernoulli_") and (len(args) > 1 or "p" in kwargs or name.endswith("_")):
+        args, kwargs = [value for value in (*args[1:2], kwargs.get("p")) if isinstance(value, Tensor)], {}  # the first is only written to
     name = name if name.startswith("_") else name.rstrip("_")
     if name in _BY_INDEX:
-        _check_places(args)
+        _check_places((*args, *[kwargs[key] for key in ("input", "indices") if key in kwargs]))
     elif name in _LOOK_UPS:
         _check_lookup([value for value in (*args[:2], kwargs.get("input"), kwargs.get("weight")) if isinstance(value, Tensor)])
     elif name in _NAMES:
@@ -62,10 +69,10 @@ def _check_named(name: str, given: Mapping[str, Any], source: Tensor) -> None:
     elif name == "one_hot":
         classes = given.get("num_classes", -1)
         _check(source, 0, classes if classes > 0 else None)
-    elif name == "take":
+    elif name in ("take", "put"):
         _check(given.get("index"), -source.numel(), source.numel())
     elif isinstance(dim := given.get("dim"), int) and source.dim():
-        _check(given.get("index"), 0, source.shape[dim])
+        _check(given.get("index"), -source.shape[dim] if name == "index_fill" else 0, source.shape[dim])
 
 
 def _check_lookup(tensors: Sequence[Tensor]) -> None:

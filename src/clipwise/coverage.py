@@ -20,14 +20,20 @@ _TAP: Any = Tap._backward_cls  # of the nodes of taps
 _TAP_NAMES = {f"{function.__name__}Backward" for function in (Tap, Keep)}
 
 
+_ALIKE = dict.fromkeys(
+    ("ReshapeAliasBackward0", "UnsafeViewBackward0"), "ViewBackward0"
+)  # one where a graph is traced, another where it is not
+
+
 def fingerprint(losses: Tensor) -> int:
     """A hash of the operations between the losses and the taps nearest to them: the part of the path the tape may not have seen."""
     names: list[str] = []
     queue, seen = [losses.grad_fn], {losses.grad_fn}
     while queue and len(names) < _HEAD:
         node: Any = queue.pop()
-        names.append(node.name())
-        if names[-1] not in _TAP_NAMES:
+        name = node.name()
+        names.append(_ALIKE.get(name, name))
+        if name not in _TAP_NAMES:
             for parent, _ in node.next_functions:
                 if parent is not None and parent not in seen:
                     seen.add(parent)

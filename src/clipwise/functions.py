@@ -34,7 +34,7 @@ _RANDOM = set(
 )
 _TAKES_SIZES = set(
     """view reshape expand repeat tile unflatten broadcast_to zeros ones empty full rand randn randint randperm arange eye linspace
-    new_zeros new_ones new_empty new_full resize_ interpolate one_hot repeat_interleave""".split()
+    new_zeros new_ones new_empty new_full resize_ interpolate one_hot repeat_interleave normal""".split()
 )
 _COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous"}
 TAKES_MEMORY = {"data", "set_"}  # written to, a tensor lies where another does

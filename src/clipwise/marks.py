@@ -53,7 +53,7 @@ class Marks:
         self.state = members.state  # parameters and buffers: what is released with the model
         self._entries: WeakTable[Derived | int] = WeakTable()
         self.noted = self._entries.ids
-        self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran
+        self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran; whether from nothing
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.doubts_numbers = False  # whether a number from outside may come from examples
@@ -178,17 +178,21 @@ class Marks:
         if id(tensor) not in self.state:
             self._entries.put(tensor, mark)
 
-    def mark_constant(self, result: Any, *, random: bool = False, by_module: bool = False) -> None:
+    def mark_constant(self, result: Any, *, random: bool = False, by_module: bool = False, from_nothing: bool = False) -> None:
         for tensor in tensors_in(result):
             self._put(tensor, _RANDOM if random else CONSTANT)
             if by_module:
-                self._made_by_modules.put(tensor, True)
+                self._made_by_modules.put(tensor, from_nothing)
 
     def mark_example(self, result: Any) -> None:
         """Made from example data: what has no axes, a first axis of one, or integers could be taken for something else."""
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if not tensor.requires_grad and (tensor.dim() == 0 or tensor.shape[0] == 1 or _holds_integers(tensor)):
                 self._put(tensor, EXAMPLE)
+
+    def was_made_inside(self, tensor: Tensor) -> bool:
+        """Whether it is a constant that a captured module has made in this pass, from nothing."""
+        return self._made_by_modules.get(tensor) is True and self._entries.get(tensor) == CONSTANT
 
     def look_at(self, tensor: Tensor) -> None:
         """Example data whose memory may be somebody else's: what is done with it is looked at each time."""

@@ -30,7 +30,7 @@ PLAIN = set(
     detach_ diag_embed diagonal diff digamma div divide dot_product double dropout dropout1d dropout2d dropout3d elu empty
     empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 exponential eye feature_alpha_dropout feature_dropout fft
     fft2 fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2 fft_rfft
-    fft_rfft2 fill flatten flip fliplr float floor floor_divide fmax fmin fmod fold fractional_max_pool2d full full_like
+    fft_rfft2 fill flatten float floor floor_divide fmax fmin fmod fold fractional_max_pool2d full full_like
     gaussian_nll_loss ge gelu geometric glu greater greater_equal group_norm gru gru_cell gt gumbel_softmax half hardshrink
     hardsigmoid hardswish hardswish_ hardtanh heaviside hfft hinge_embedding_loss histc huber_loss hypot ifft ihfft imag
     index_fill instance_norm int interpolate irfft isclose isfinite isinf isnan item kl_div l1_loss layer_norm le leaky_relu
@@ -42,7 +42,7 @@ PLAIN = set(
     new_empty new_full new_ones new_tensor new_zeros nll_loss nll_loss_nd norm normal normalize not_equal one_hot ones
     ones_like outer pad permute pin_memory pixel_shuffle pixel_unshuffle poisson_nll_loss polar pow prelu prod quantile rad2deg
     rand rand_like randint randn randn_like random real reciprocal relu relu6 remainder repeat requires_grad_ reshape
-    resolve_conj retain_grad rfft rms_norm rms_norm_ rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell roll rot90 round rrelu rsqrt
+    resolve_conj retain_grad rfft rms_norm rms_norm_ rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell round rrelu rsqrt
     rsub scaled_dot_product_attention select selu set_ sgn share_memory_ sigmoid sign signbit silu sin sinc sinh smooth_l1_loss
     soft_margin_loss softmax softmin softplus softshrink softsign special sqrt square squeeze std std_mean sub subtract sum
     swapaxes swapdims t tan tanh tanhshrink tensor threshold tile to trace transpose tril triplet_margin_loss triu true_divide
@@ -59,6 +59,13 @@ _REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}  # their ar
 _ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
 _ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}
 _ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk", "kthvalue"}
+_SHIFTS = {
+    "flip",
+    "fliplr",
+    "flipud",
+    "roll",
+    "rot90",
+}  # they move rows whatever these hold, but what is then made of both may go by that, or by chance
 _INTO_PIECES = {
     "chunk",
     "split",
@@ -137,6 +144,8 @@ class Moves:
                 self.lengths.add(args[0].shape[axis])
         elif plain in _INTO_PIECES:
             self._note_pieces(plain, args, kwargs)
+        elif plain in _SHIFTS:
+            self._note_shift(plain, args, kwargs)
         elif plain in _OF_PIECES:
             pieces = args[0] if args else kwargs.get("tensors", ())
             self.pieces.add(len(pieces) if isinstance(pieces, list | tuple) else 0)
@@ -199,6 +208,17 @@ class Moves:
         axis = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
         if isinstance(source, Tensor) and source.dim() and isinstance(axis, int):
             self.axes.add((axis % source.dim(), source.shape[axis]))
+
+    def _note_shift(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        source = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(source, Tensor):
+            return
+        rest = args[2:3] if name in ("roll", "rot90") else args[1:]
+        given = kwargs.get("dims", rest[0] if len(rest) == 1 else rest)
+        dims = {"fliplr": (1,), "flipud": (0,)}.get(name, (given,) if isinstance(given, int) else tuple(given or ()))
+        for axis in dims or ((0, 1) if name == "rot90" else range(source.dim())):
+            if -source.dim() <= axis < source.dim():
+                self.axes.add((axis % source.dim(), source.shape[axis]))
 
     def _note_product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A product of two tensors from the data, which may be a permutation of rows."""

@@ -16,7 +16,7 @@ _KEEP_UP_TO = 8  # times the numbers an example holds anyway: beyond that a writ
 _WIDE_PENALTY = 4  # a gram runs in the next wider precision, at about a quarter of the speed; one of bf16 does not
 _BALANCE = 125  # operations on bf16 matrices in the time that one byte takes to the memory of a GPU (H200: 600e12 a second, 4.8e12 bytes)
 _CPU_BUDGET = 2**30  # bytes of gradients kept written out in one step
-_SET = os.environ.get("CLIPWISE_KEEP_MB")  # … or so many MB, on every device
+_KEEP = "CLIPWISE_KEEP_MB"
 _CUDA_SHARE = 4  # … and the share of free device memory, one in so many
 _SMALL = 2**26  # bytes that nobody misses
 _SHARE_OF_RECORDINGS = 16  # … and of that share, one in so many parts for a recording's inputs
@@ -30,6 +30,19 @@ _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled 
 _AT_ONCE = 2**24  # numbers written out at a time when nothing is kept
 _IN_A_PASS = 4  # gradients of outputs that a backward pass has at once
 _TO_COMPARE = 64  # bytes that are needed meanwhile for each number that is compared with another
+
+
+def bytes_to_keep(said: str | None) -> int | None:
+    """How many bytes of gradients may stay written out in a step, as the environment says in MB; None: it says nothing."""
+    if not said:
+        return None
+    try:
+        return round(float(said) * 2**20)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{_KEEP} must be a number of megabytes, got {said!r}") from error
+
+
+_SET = bytes_to_keep(os.environ.get(_KEEP))  # on every device
 
 
 def chunk_on(device: torch.device) -> int:
@@ -106,7 +119,7 @@ class MemoryBudget:
 
     def _is_free(self, size: int) -> bool:
         if self._left is None:
-            self._left = _free_on(self._device) if _SET is None else int(float(_SET) * 2**20)
+            self._left = _free_on(self._device) if _SET is None else _SET
         return size + self._spent <= self._left
 
     def _counted(self, *sides: Sequence[Tensor]) -> int:

@@ -46,7 +46,8 @@ class Still(TorchFunctionMode):
         check_bounds(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if func is F.rrelu:
-            return func(**{**dict(zip(("input", "lower", "upper"), args)), **kwargs, "training": False})
+            given = {**dict(zip(("input", "lower", "upper"), args)), **kwargs}
+            return F.leaky_relu(given["input"], (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2)
         if name in ("poisson", "_standard_gamma"):
             return args[0].clone()
         if self.everything:
@@ -73,9 +74,26 @@ class Still(TorchFunctionMode):
         if name == "bernoulli":
             return (args[0] >= 0.5).to(args[0].dtype)
         if name in _FILLS:
-            return func(*args, **kwargs).fill_(_FILLS[name])
+            return _blank(name, args, {key: value for key, value in kwargs.items() if key != "generator"}).fill_(_FILLS[name])
         if name in ("randint", "randint_like"):
-            return torch.zeros_like(func(*args, **kwargs))
+            kept = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "layout")}
+            if name == "randint_like":
+                return torch.zeros_like(args[0], **kept)
+            return torch.zeros(kwargs["size"] if "size" in kwargs else args[-1], **{"dtype": torch.int64, **kept})
         if name == "randperm":
             return torch.arange(args[0], device=kwargs.get("device")).flip(0)  # not the identity: it must still move rows
         return NotImplemented
+
+
+def _blank(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor like the one that this function would draw, without drawing anything: what is traced must not be random either."""
+    if name.endswith("_"):
+        return args[0]
+    if name.endswith("_like"):
+        return torch.zeros_like(*args, **kwargs)
+    if name != "normal":
+        return torch.zeros(*args, **kwargs)
+    mean, deviation, *size = (*args, *[kwargs[key] for key in ("mean", "std", "size") if key in kwargs])
+    if size:
+        return torch.zeros(size[0], **{key: value for key, value in kwargs.items() if key in ("dtype", "device", "layout")})
+    return torch.zeros_like(torch.as_tensor(mean + deviation * 0))

@@ -16,6 +16,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from .switches import Switch
+
 _P = ParamSpec("_P")
 
 _KEPT_AT_MOST = 64  # results of a function …
@@ -100,24 +102,17 @@ def tracing(*, in_steps: bool = False) -> Iterator[None]:
         _tracing.reset(token)
 
 
-_told: ContextVar[bool] = ContextVar("clipwise_told_to_be_compiled", default=False)
+_telling = Switch(torch.compiler, "_is_compiling_flag")
 
 
-@contextlib.contextmanager
-def told_to_be_compiled() -> Iterator[None]:
+def told_to_be_compiled() -> AbstractContextManager[None]:
     """Inside this block torch.compiler.is_compiling() says yes: models then keep from deciding by what is in their tensors.
 
     The steps that verify a model run so too where it is compiled later, or it would take another way than the one that is traced.
     """
-    token, before = _told.set(True), torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-        _told.reset(token)
+    return _telling
 
 
 def is_inside_torch_compile() -> bool:
     """Whether this code runs in a region of torch.compile, of which a tape sees nothing."""
-    return torch.compiler.is_compiling() and not _told.get()
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not _telling.inside)

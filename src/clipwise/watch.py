@@ -75,8 +75,9 @@ class Watch(TorchFunctionMode):
                 return self._on_examples(func, trait, args, kwargs)
             result = func(*args, **kwargs)
             if not trait.payload:
-                varies = trait.random or any(map(tape.marks.varies, tensors_in(args)))
-                tape.marks.mark_constant(result, random=varies, by_module=tape.depth > 0)
+                given = list(tensors_in(args))
+                varies = trait.random or any(map(tape.marks.varies, given))
+                tape.marks.mark_constant(result, random=varies, by_module=tape.depth > 0, from_nothing=not given)
             self.note(func, trait, args, kwargs, result, from_nothing=True)
             return result
         if not example:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..declared import is_declared_constant
@@ -125,3 +126,35 @@ def _row_by_row(part: Tensor) -> tuple[int, ...] | None:
 def mask(count: int, rows: int, device: torch.device) -> Tensor:
     """(rows,), true for the first `count`. Nobody writes to it."""
     return torch.arange(rows, device=device) < count
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step is given, flat and where the model is. Made in every step: nobody writes to it, but none of Python's time is spent on that."""
+
+    leaves: list[Any]
+    structure: Any
+    has_rows: tuple[bool, ...]
+    count: int
+    rows: int  # of a part
+    inputs: list[Tensor]  # those with one row an example, as they were given
+    modules: list[nn.Module]  # of the model, as they are in this step
+    serials: tuple[tuple[int, ...], ...]  # by which they are told from others
+    _parts: list[tuple[list[Any], int]] | None = field(default=None, init=False)
+
+    @property
+    def arguments(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.structure)
+
+    @property
+    def parts(self) -> list[tuple[list[Any], int]]:
+        """(leaves of `rows` rows, how many of these are real), one after the other."""
+        if self._parts is None:
+            bounds = [(start, min(start + self.rows, self.count)) for start in range(0, self.count, self.rows)]
+            self._parts = [(part_of(self.leaves, self.has_rows, start, stop, self.rows), stop - start) for start, stop in bounds]
+        return self._parts
+
+    @property
+    def whole_mask(self) -> Tensor:
+        """Of a part of which every row is real."""
+        return mask(self.rows, self.rows, self.leaves[self.has_rows.index(True)].device)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..again import random_states_kept
-from ..attributes import Attributes, names_of
+from ..attributes import Attributes, Same, names_of
 from ..inventory import all_modules
 from ..marks import STOOD_FOR
 from ..tracing import NeverTraceable, NotTraceable
+from ..weak import serial_of
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class State:
             members[name] = tensor
 
     @contextlib.contextmanager
-    def kept(self, overwritten: set[tuple[int, str]]) -> Iterator[None]:
+    def kept(self, overwritten: dict[tuple[int, str], Any]) -> Iterator[None]:
         """Whatever a forward pass inside this block writes to buffers and attributes, or puts in their place, is undone. Raises NeverTraceable where it leaves
-        numbers behind, which a replay would not. Tensors that it leaves are `overwritten` in every step: (id of the module, name).
+        numbers behind, which a replay would not. Tensors that it leaves are `overwritten` in every step: (number of the module, name) → what was there.
         """
         attributes = Attributes(all_modules(self.modules))
         values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in self.distinct if not tensor.requires_grad]
@@ -85,7 +86,7 @@ class State:
         finally:
             self._put(self.tensors)
             changed, tensors = attributes.put_back()
-            overwritten |= {(id(module), name) for module, name in tensors}
+            overwritten |= {(serial_of(module), name): Same(before) for module, name, before in tensors}
             with torch.no_grad():
                 for tensor, version, value in values:
                     if tensor._version != version:

@@ -9,8 +9,8 @@ from ..clipping import Clipping
 from ..errors import WrongDraw
 from ..structure import every_tensor
 from ..tracing import told_to_be_compiled
-from .rows import default_rows
-from .sums import Batch, GraphSums
+from .rows import Batch, default_rows
+from .sums import GraphSums
 from .trace import Losses
 from .update import RecordedUpdate
 

@@ -6,13 +6,13 @@ import contextlib
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..attributes import Same
 from ..bounds import WithinBounds
 from ..clipping import Clipping, is_fixed
 from ..counts import check_count
@@ -25,10 +25,10 @@ from ..still import Still
 from ..tape import capture
 from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled
 from .agreement import agree
-from .rows import Leaves, made_up, mask, part_of
+from .rows import Batch, Leaves, made_up, part_of
 from .state import State
 from .surroundings import signature_of, surroundings
-from .trace import Losses, Traced, trace
+from .trace import Losses, Traced, check_not_read, trace
 from .variant import Variant
 
 BACKENDS = ("inductor", "eager")
@@ -39,38 +39,6 @@ _CHANGED = (
     "its losses depend on something besides the model and its arguments (a number that changes from step to step, how many rows there are), "
     "which a graph does not follow: pass it as a tensor."
 )
-
-
-@dataclass(slots=True)
-class Batch:
-    """What a step is given, flat and where the model is. Made in every step: nobody writes to it, but none of Python's time is spent on that."""
-
-    leaves: list[Any]
-    structure: Any
-    has_rows: tuple[bool, ...]
-    count: int
-    rows: int  # of a part
-    inputs: list[Tensor]  # those with one row an example, as they were given
-    modules: list[nn.Module]  # of the model, as they are in this step
-    serials: tuple[tuple[int, ...], ...]  # by which they are told from others
-    _parts: list[tuple[list[Any], int]] | None = field(default=None, init=False)
-
-    @property
-    def arguments(self) -> Any:
-        return pytree.tree_unflatten(self.leaves, self.structure)
-
-    @property
-    def parts(self) -> list[tuple[list[Any], int]]:
-        """(leaves of `rows` rows, how many of these are real), one after the other."""
-        if self._parts is None:
-            bounds = [(start, min(start + self.rows, self.count)) for start in range(0, self.count, self.rows)]
-            self._parts = [(part_of(self.leaves, self.has_rows, start, stop, self.rows), stop - start) for start, stop in bounds]
-        return self._parts
-
-    @property
-    def whole_mask(self) -> Tensor:
-        """Of a part of which every row is real."""
-        return mask(self.rows, self.rows, self.leaves[self.has_rows.index(True)].device)
 
 
 class GraphSums:
@@ -90,7 +58,10 @@ class GraphSums:
         self._attempts: dict[Any, int] = {}
         self._revision = 0  # of what was verified, when these graphs were made
         self._is_given_up = self._is_full = False
-        self._overwritten: set[tuple[int, str]] = set()  # attributes of modules in which every forward pass leaves another tensor
+        self._overwritten: dict[
+            tuple[int, str], Same
+        ] = {}  # attributes of modules in which every forward pass leaves another tensor, and what was there
+        self._changes = 0  # traces that left other numbers in the model
         self.variants: dict[Any, Variant] = {}
 
     def batch(self, given: Any, count: int) -> Batch:
@@ -169,6 +140,7 @@ class GraphSums:
             known = len(self._overwritten)
             with state.kept(self._overwritten):
                 traced = self._traced(state, batch)
+            check_not_read(traced, self._overwritten.values())
             if len(self._overwritten) > known:  # this state is that of one step alone
                 del self._attempts[key]
                 return
@@ -177,7 +149,10 @@ class GraphSums:
                 self._try_out(variant, state, batch)
             self.variants[key] = variant
         except NeverTraceable as error:
-            self.give_up(error)
+            self._changes += 1
+            del self._attempts[key]
+            if self._changes > 1:  # not only something that is worked out once
+                self.give_up(error)
         except Exception as error:
             if not isinstance(error, NotTraceable) or self._attempts[key] == _ATTEMPTS:
                 self._attempts[key] = _ATTEMPTS
@@ -223,9 +198,9 @@ class GraphSums:
         experience = experience_of(self._modules)
         steps, experience.steps = experience.steps, 2  # not a step on which the model is verified
         try:
-            with still, WithinBounds(), capture(self._modules, fallback=self._fallback) as tape, told_to_be_compiled():
-                losses = self._losses_of(self._model, *few.arguments)
-            with still:
+            with still, told_to_be_compiled():
+                with WithinBounds(), capture(self._modules, fallback=self._fallback) as tape:
+                    losses = self._losses_of(self._model, *few.arguments)
                 expected = clip(tape, losses, self.clipping, "bookkeep")
         except IndexError as error:  # a graph does not raise it on a GPU, it stops the device
             raise NotTraceable(
@@ -255,7 +230,7 @@ class GraphSums:
     def give_up(self, why: object) -> None:
         """No graph from now on."""
         self._is_given_up = True
-        self.variants = {}
+        self.variants, self._attempts = {}, {}
         _warn(why)
 
     def clipped(self, variant: Variant, batch: Batch, bound: float) -> Clipped:

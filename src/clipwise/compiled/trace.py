@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..attributes import Same
 from ..clipping import Clipping
 from ..collect import collect_for_graph
 from ..declared import is_declared_constant
@@ -29,12 +31,15 @@ from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..methods.base import Clipped, mean_weights
 from ..numerics import without_autocast
+from ..structure import tensors_in
 from ..tape import Tape, capture
-from ..tracing import NotTraceable, told_to_be_compiled, tracing
+from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled, tracing
 from .once import make_each_call_once, may_draw
 from .state import State
 
 Losses = Callable[..., Tensor]
+
+_one_at_a_time = threading.RLock()  # torch traces by exchanging functions of its own
 
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))  # whose code is not the user's
 
@@ -75,7 +80,7 @@ def trace(
         for place, tensor in zip(places, inputs[count:-2]):
             batch[place] = tensor
         with state.replaced_by(stand_ins):
-            with capture(state.modules, fallback=fallback) as tape, told_to_be_compiled():
+            with capture(state.modules, fallback=fallback) as tape:
                 losses = losses_of(model, *pytree.tree_unflatten(batch, structure))
             computes_again = tape.computes_again
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
@@ -91,7 +96,8 @@ def trace(
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
     tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
     inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
-    graph = graph_of(clipped_sums, inputs)
+    with told_to_be_compiled():
+        graph = graph_of(clipped_sums, inputs)
     is_random = any(_is_random(node) for node in graph.graph.nodes)
     if computes_again and is_random:
         raise NotTraceable("it draws random numbers beside activation checkpointing, which a graph would draw once more, and others.")
@@ -124,7 +130,7 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
     `in_steps`: each kernel will be started by Python. These inputs are stand-ins that hold no numbers.
     """
     versions = [tensor._version for tensor in inputs]
-    with tracing(in_steps=in_steps), _fetches_named():
+    with _one_at_a_time, tracing(in_steps=in_steps), _fetches_named():
         graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
@@ -165,6 +171,13 @@ def _constants(graph: GraphModule) -> list[Tensor]:
     """Numbers that are baked in. (Fused attention hands empty tensors from its forward to its backward pass: they hold none.)"""
     found = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
     return [tensor for tensor in found if tensor.numel()]
+
+
+def check_not_read(traced: Traced, overwritten: Iterable[Same]) -> None:
+    """Raise NeverTraceable where the graph holds a tensor that the forward pass puts another in the place of: the next step would read that one."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in _constants(traced.graph)}
+    if any(tensor.untyped_storage().data_ptr() in held for before in overwritten for tensor in tensors_in(before.value)):
+        raise NeverTraceable("its forward pass reads a tensor that a module holds, and puts another in its place.")
 
 
 def _check_constants(graph: GraphModule) -> None:

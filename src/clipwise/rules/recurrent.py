@@ -27,7 +27,7 @@ from torch import Tensor
 from ..declared import constant
 from ..factors import Dense, Outer
 from ..functions import trait_of
-from ..marks import CONSTANT, TRACKED
+from ..marks import TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
 from ..taps import Deposit, Keep, Record, applied, slot
 from ..tracing import is_tracing, made_once_for_graphs_too, outside_graphs
@@ -96,7 +96,7 @@ class _Layer:
         u = F.linear(x, weights.w_ih, weights.b_ih)
         if self.reverse:
             u = self.timeline.reversed(u)
-        if weights.w_hr is not None and not (marks.kind(state[0]) == CONSTANT and _is_zero(state[0])):
+        if weights.w_hr is not None and not (marks.was_made_inside(state[0]) and _is_zero(state[0])):
             u = self.timeline.add_to_first_step(u, F.linear(state[0], weights.w_hh))
         state = [self.watch.tap_weight(part) if marks.kind(part) == TRACKED else part for part in state]
         if weights.w_hr is not None:
@@ -157,10 +157,10 @@ class _Layer:
         return previous, reset, w_hh
 
 
-def _is_zero(constant_state: Tensor) -> bool:
-    """No step makes another of it, so that a graph may depend on what is in it."""
+def _is_zero(made_inside: Tensor) -> bool:
+    """Of a constant that the forward pass has made from nothing, in every step alike, a graph may know what is in it."""
     with outside_graphs():
-        return not bool(constant_state.any())
+        return not bool(made_inside.any())
 
 
 @made_once_for_graphs_too
