@@ -419,6 +419,7 @@ SET_AGAIN = {
     "a size": lambda net, x: setattr(net, "held", x.shape[1:]),
     "a list": lambda net, x: setattr(net, "held", [4, 8]),
     "a number of numpy's": lambda net, x: setattr(net, "held", np.int64(3)),
+    "a device": lambda net, x: setattr(net, "held", [x.device, x.dtype]),
     "activations by name": lambda net, x: setattr(net, "held", {"x": x * 2}),
 }
 

@@ -7,18 +7,28 @@ import copy
 import numbers
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .kept import own_names
 from .structure import PLAIN, holds_numbers_only
 
-_FEW = 256  # entries of a list or dict that are looked at one by one
 _DEPTH = 3  # of lists and dicts inside each other
+_FEW = {_DEPTH: 256}  # entries of one that are looked at one by one …
+_FEW_INSIDE = 32  # … inside another
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MISSING: Any = object()
+
+
+_TOLD_BY_VALUE = {torch.device, torch.dtype, torch.Size}
+
+
+def is_short(value: Sized, depth: int) -> bool:
+    """Whether its entries are looked at."""
+    return len(value) <= _FEW.get(depth, _FEW_INSIDE)
 
 
 class Same:
@@ -56,7 +66,7 @@ def essence(value: Any, *, tensors: bool = True, depth: int = _DEPTH) -> Any:
     """What can be compared and hashed in place of a value: numbers and words as they are, lists and dicts by their entries, anything else by who it is.
     Without `tensors` one is as good as another."""
     kind = type(value)
-    if kind in PLAIN or (kind is tuple and len(value) <= _FEW and holds_numbers_only(value)):
+    if kind in PLAIN or kind in _TOLD_BY_VALUE or (kind is tuple and is_short(value, depth) and holds_numbers_only(value)):
         return value
     if isinstance(value, nn.Parameter):
         return None  # part of the model's state, which is compared by itself
@@ -66,7 +76,7 @@ def essence(value: Any, *, tensors: bool = True, depth: int = _DEPTH) -> Any:
         return essence(value(), tensors=tensors, depth=0)
     if isinstance(value, numbers.Number | str) and kind.__hash__ is not None:  # of numpy's, or of a class of the user's
         return kind, value
-    if depth and isinstance(value, _CONTAINERS) and len(value) <= _FEW:
+    if depth and isinstance(value, _CONTAINERS) and is_short(value, depth):
         if isinstance(value, dict):
             return tuple([(essence(key, depth=0), essence(item, tensors=tensors, depth=depth - 1)) for key, item in value.items()])
         found = [essence(item, tensors=tensors, depth=depth - 1) for item in value]
@@ -87,8 +97,12 @@ class Attributes:
                 self._take_down(value, _DEPTH)
 
     def _take_down(self, value: Any, depth: int) -> None:
-        is_numbers = isinstance(value, tuple) and holds_numbers_only(value)
-        if not depth or is_numbers or not isinstance(value, _CONTAINERS) or len(value) > _FEW:
+        if (
+            not depth
+            or not isinstance(value, _CONTAINERS)
+            or not is_short(value, depth)
+            or (type(value) is tuple and holds_numbers_only(value))
+        ):
             return
         if not isinstance(value, tuple | frozenset):
             self._entries.append((value, copy.copy(value)))

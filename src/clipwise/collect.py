@@ -104,14 +104,21 @@ def collect_for_graph(tape: Tape, losses: Tensor, known: dict[int, Layout] | Non
     check_losses(tape, losses)
     known = route_to(tape, losses).layouts if known is None else known
     if known is None or not tape.created:
-        raise NotTraceable(
-            "it sorts, picks or joins rows as the data says, so that where the examples lie is measured on every batch."
-            if tape.moves.may_move_rows(len(losses), range(max((len(shape) for shape in tape.created.values()), default=0)))
-            else "eager steps have not verified the calls that it makes when it is traced: its forward pass depends on how many rows there are, on a number "
-            "that changes, or on whether it is traced."
-        )
+        raise NotTraceable(_why_unknown(tape, len(losses)))
     gradients, _ = evaluate(tape, losses, lambda record: known[record.key], keep_graph=False, known=True)
     return gradients, known
+
+
+def _why_unknown(tape: Tape, batch: int) -> str:
+    """Why nothing is known of where the examples lie."""
+    if tape.moves.unknown:
+        return f"it calls {', '.join(sorted(tape.moves.unknown))}, of which nobody knows whether it moves rows: each batch is measured."
+    if tape.moves.may_move_rows(batch, range(max((len(shape) for shape in tape.created.values()), default=0))):
+        return "it sorts, picks or joins rows as the data says, so that where the examples lie is measured on every batch."
+    return (
+        "eager steps have not verified the calls that it makes when it is traced: its forward pass depends on how many rows there are, on a number "
+        "that changes, or on whether it is traced."
+    )
 
 
 def check_heard(tape: Tape, losses: Tensor, heard: list[Record]) -> None:
