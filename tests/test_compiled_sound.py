@@ -175,6 +175,24 @@ def test_a_graph_is_for_one_state_of_the_model(name):
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
+def eagerly_and_compiled(build, change):
+    """The weights after fourteen steps, of which the ninth is followed by `change(model)`, by the eager loop and by graphs."""
+    trained = []
+    for compiled in (False, True):
+        model, steps = built(build), []
+
+        def after(optimizer, model=model, steps=steps):
+            steps.append(optimizer)
+            if len(steps) == 9:
+                change(model)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="this step is not compiled")
+            found, _, _ = train(model, X, steps=14, compiled=compiled, after=after, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+        trained.append(found)
+    return trained
+
+
 def test_weights_that_are_tied_to_others():
     """The same tensors in the same order, in other places."""
 
@@ -183,18 +201,11 @@ def test_weights_that_are_tied_to_others():
         net.c.weight = net.a.weight
         return net
 
-    trained = []
-    for compiled in (False, True):
-        model, count = built(build), [0]
+    def change(model):
+        model.c.weight = model.b.weight
 
-        def look(optimizer, model=model, count=count):
-            count[0] += 1
-            if count[0] == 9:
-                model.c.weight = model.b.weight
-
-        found, _, _ = train(model, X, steps=14, compiled=compiled, after=look, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
-        trained.append(found)
-    torch.testing.assert_close(trained[1], trained[0], rtol=1e-8, atol=1e-10)
+    expected, found = eagerly_and_compiled(build, change)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_an_object_that_is_gone_is_not_taken_for_the_next():
@@ -363,22 +374,14 @@ def test_the_first_state_of_an_lstm_with_projections_may_change(how):
         net.register_buffer("h0", torch.zeros(1, 1, 3))
         return net
 
-    trained = []
-    for compiled in (False, True):
-        model, count = built(build), [0]
+    def change(model):
+        if how == "filled":
+            model.h0.fill_(0.7)
+        else:
+            model.h0 = torch.full((1, 1, 3), 0.7, dtype=torch.float64)
 
-        def look(optimizer, model=model, count=count):
-            count[0] += 1
-            if count[0] == 9 and how == "filled":
-                model.h0.fill_(0.7)
-            elif count[0] == 9:
-                model.h0 = torch.full((1, 1, 3), 0.7, dtype=torch.float64)
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="this step is not compiled")
-            found, _, _ = train(model, X, steps=14, compiled=compiled, after=look, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
-        trained.append(found)
-    torch.testing.assert_close(trained[1], trained[0], rtol=1e-8, atol=1e-10)
+    expected, found = eagerly_and_compiled(build, change)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def _count_deep(held):
