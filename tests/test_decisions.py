@@ -22,6 +22,12 @@ from clipwise.testing import clip_and_add, loop_gradients, squared_output
 from helpers import Net, examples
 
 
+def traced(model, x):
+    leaves, structure = pytree.tree_flatten((x,))
+    mask = torch.ones(len(x), dtype=torch.bool)
+    return trace(model, State.of([model]), lambda model, x: squared_output(model(x)), leaves, structure, mask, cw.flat(1.0))
+
+
 def total_of(batch, terms=20, device="cpu"):
     return FactorSum([Outer(examples(batch, terms, 6).to(device), examples(batch, terms, 5).to(device))])
 
@@ -42,11 +48,7 @@ def test_a_second_trace_gives_the_same_graph_whatever_the_budget(kind, budget, m
         with cw.capture(model) as tape:
             losses = squared_output(model(x))
         cw.clipped_gradients(tape, losses, cw.flat(1.0))
-    leaves, structure = pytree.tree_flatten((x,))
-    mask = torch.ones(32, dtype=torch.bool)
-    first, *others = (
-        trace(model, State.of([model]), lambda model, x: squared_output(model(x)), leaves, structure, mask, cw.flat(1.0)) for _ in range(3)
-    )
+    first, *others = (traced(model, x) for _ in range(3))
     assert all(first.is_same_as(other) for other in others)
 
 
@@ -59,13 +61,11 @@ def test_a_second_trace_puts_parameters_in_the_same_order():
         with cw.capture(model) as tape:
             losses = squared_output(model(x))
         cw.clipped_gradients(tape, losses, cw.flat(1.0))
-    leaves, structure = pytree.tree_flatten((x,))
-    mask = torch.ones(8, dtype=torch.bool)
     traces = []
     others = []
     for _ in range(4):
         others.append([torch.zeros(1) for _ in range(17)])  # so that addresses differ
-        traces.append(trace(model, State.of([model]), lambda model, x: squared_output(model(x)), leaves, structure, mask, cw.flat(1.0)))
+        traces.append(traced(model, x))
     assert all(traces[0].is_same_as(other) for other in traces[1:])
 
 

@@ -34,9 +34,8 @@ class Block:
         self.is_asleep = False
         self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
         below = dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules)
-        self._below = _Openers(
-            [module for module in below if not isinstance(module, torch.jit.ScriptModule)], self.open
-        )  # those take no hooks
+        hookable = [module for module in below if not isinstance(module, torch.jit.ScriptModule)]
+        self._below = _Openers(hookable, self.open)
         hooks: list[Any] = []
         for root in self.modules:
             hooks.append(root.register_forward_pre_hook(OwnHook(self._enter_root), prepend=True))

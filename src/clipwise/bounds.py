@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .functions import is_mask, without_underscore
 from .tracing import is_tracing
 
 STOPPED_BY_THEM = {"cuda"}  # devices whose kernels do not raise an exception
@@ -49,7 +49,7 @@ def check_bounds(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     name = getattr(func, "__name__", "")
     if name in ("bernoulli", "bernoulli_") and (len(args) > 1 or "p" in kwargs or name.endswith("_")):
         args, kwargs = [value for value in (*args[1:2], kwargs.get("p")) if isinstance(value, Tensor)], {}  # the first is only written to
-    name = name if name.startswith("_") else name.rstrip("_")
+    name = without_underscore(name)
     if name in _BY_INDEX:
         _check_places((*args, *[kwargs[key] for key in ("input", "indices") if key in kwargs]))
     elif name in _LOOK_UPS:
@@ -88,18 +88,14 @@ def _check_places(args: Sequence[Any]) -> None:
     if not isinstance(source, Tensor):
         return
     items = tuple(places) if isinstance(places, list | tuple) else (places,)  # a list of numbers is no tensor, and not looked at
-    widths = [0 if item is None or item is Ellipsis or isinstance(item, bool) else item.dim() if _is_mask(item) else 1 for item in items]
+    widths = [0 if item is None or item is Ellipsis or isinstance(item, bool) else item.dim() if is_mask(item) else 1 for item in items]
     axis = 0
     for item, width in zip(items, widths):
         if item is Ellipsis:
             axis += source.dim() - sum(widths)
-        elif isinstance(item, Tensor) and not _is_mask(item) and axis < source.dim():
+        elif isinstance(item, Tensor) and not is_mask(item) and axis < source.dim():
             _check(item, -source.shape[axis], source.shape[axis])
         axis += width
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _check(index: Any, least: int, beyond: int | None, but: int | None = None) -> None:

@@ -18,11 +18,8 @@ from .taps import Keep, Tap
 _HEAD = 256  # nodes between the losses and the first taps that go into the fingerprint
 _TAP: Any = Tap._backward_cls  # of the nodes of taps
 _TAP_NAMES = {f"{function.__name__}Backward" for function in (Tap, Keep)}
-
-
-_ALIKE = dict.fromkeys(
-    ("ReshapeAliasBackward0", "UnsafeViewBackward0"), "ViewBackward0"
-)  # one where a graph is traced, another where it is not
+# Names of one operation: by one where a graph is traced, by another where it is not.
+_ALIKE = dict.fromkeys(("ReshapeAliasBackward0", "UnsafeViewBackward0"), "ViewBackward0")
 
 
 def fingerprint(losses: Tensor) -> int:

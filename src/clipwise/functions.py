@@ -106,6 +106,16 @@ def written_by(trait: Trait, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return args[0] if args else next(iter(kwargs.values()))
 
 
+def without_underscore(name: str) -> str:
+    """`add` for `add_`, which does the same in place; `__add__` stays."""
+    return name if name.startswith("_") else name.rstrip("_")
+
+
+def is_mask(item: Any) -> bool:
+    """Whether it picks by yes and no where it stands among the indices of a tensor."""
+    return isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
 def full_name(func: Callable[..., Any]) -> str:
     """A name a user can type: torch.lerp, torch.nn.functional.layer_norm, torch.Tensor.add."""
     name = getattr(func, "__name__", repr(func))

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .functions import is_mask, without_underscore
 from .marks import Marks
 
 PLAIN = set(
@@ -129,7 +129,7 @@ class Moves:
             self._note_other(name, args, kwargs, marks)
 
     def _note_other(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
-        plain = _without_underscore(name)
+        plain = without_underscore(name)
         if plain in _ATTENTION:
             self._note_attention(args, kwargs)
         elif plain in _BY_INDEX:
@@ -175,7 +175,7 @@ class Moves:
         if not isinstance(source, Tensor):
             return
         items = index if isinstance(index, tuple) else (index,)
-        used = sum(item.dim() if _is_mask(item) else 1 for item in items if item is not None and item is not Ellipsis)
+        used = sum(item.dim() if is_mask(item) else 1 for item in items if item is not None and item is not Ellipsis)
         axis = 0
         found: list[int] = []
         fixed: list[int] = []
@@ -185,7 +185,7 @@ class Moves:
                 continue
             if item is None:
                 continue
-            width = item.dim() if _is_mask(item) else 1
+            width = item.dim() if is_mask(item) else 1
             plain = isinstance(item, int | slice) or (isinstance(item, Tensor) and not item.dim())
             if not plain:  # a list, an array of numpy's, a range: seen by nobody
                 varies = not isinstance(item, Tensor) or marks.varies(item)
@@ -242,16 +242,12 @@ class Moves:
 KINDS: dict[str, str] = {}
 
 
-def _without_underscore(name: str) -> str:
-    return name if name.startswith("_") else name.rstrip("_")
-
-
 def kind_of(name: str) -> str:
     """entrywise, repeats, plain, or something to look at more closely; by name, once."""
     known = KINDS.get(name)
     if known is not None:
         return known
-    plain = _without_underscore(name)
+    plain = without_underscore(name)
     if plain in _ENTRYWISE:
         kind = "entrywise"
     elif plain in _REPEATS:
@@ -262,10 +258,6 @@ def kind_of(name: str) -> str:
         kind = "plain" if plain in PLAIN or name in PLAIN else "other"
     KINDS[name] = kind
     return kind
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _holds(length: int, batch: int) -> bool:
