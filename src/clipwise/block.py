@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .errors import UncoveredUse
 from .footprints import Footprint, is_plain
@@ -59,7 +60,7 @@ class Block:
         if self.is_asleep or not torch.is_grad_enabled():
             return
         if is_inside_torch_compile():
-            raise _compiled()
+            _refuse_compiled()
         tape, is_root = self._tape, module in self.modules
         if tape is not None and is_root and not tape.depth and len(tape.root_calls) > 2 * self._looked_at:
             tape.tidy()  # amortised over many calls of one block
@@ -122,8 +123,9 @@ class Asleep:
         self._block.is_asleep = False
 
 
-def _compiled() -> UncoveredUse:
-    return UncoveredUse(
+@_disable_dynamo  # which in torch 2.11 cannot raise what it traces
+def _refuse_compiled() -> None:
+    raise UncoveredUse(
         "a module of this training is called through torch.compile, whose calls no tape can see.",
         "Hand the compiled module to PrivateTraining (it then runs eagerly while it is trained), or call the module itself; a module that was "
         "compiled in place, model.compile(), must be made anew.",
