@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -202,6 +203,12 @@ MIXERS = {
     "as another": lambda v, w: torch.minimum(v.unsqueeze(1).repeat(1, len(v)), w.expand_as(v.unsqueeze(1).repeat(1, len(v)))),
     "broadcast together": lambda v, w: torch.minimum(*torch.broadcast_tensors(v.unsqueeze(1), w)),
     "where": lambda v, w: torch.where(v.unsqueeze(1) < w, v.unsqueeze(1), w),
+    "clamp_max": lambda v, w: v.unsqueeze(1).clamp_max(w),
+    "clip": lambda v, w: torch.clip(v.unsqueeze(1), max=w),
+    "less": lambda v, w: v.unsqueeze(1) + torch.less(w, v.unsqueeze(1)) * (w - v.unsqueeze(1)),
+    "copied": lambda v, w: torch.minimum(v.unsqueeze(1).repeat(1, len(v)), torch.empty(len(v), len(v), dtype=v.dtype).copy_(w)),
+    "margin": lambda v, w: v.unsqueeze(1) + F.margin_ranking_loss(v.unsqueeze(1), w.unsqueeze(0), -torch.ones(1, 1), reduction="none"),
+    "outer": lambda v, w: torch.outer(v, (w.detach() > 0).double()),
 }
 
 
@@ -288,3 +295,55 @@ def test_pictures_that_are_turned_are_no_reason_to_measure_every_batch(monkeypat
             losses = squared_output(model(examples(8, 8, 8, 4)))
         cw.clipped_gradients(tape, losses, cw.flat(0.5))
     assert len(verified) <= 6
+
+
+PLAIN_ROWS = {
+    "a cast": lambda s, x: s.a(x.bfloat16().double()),
+    "ravel": lambda s, x: s.a((x.ravel() * +x.ravel()).view(x.shape)),
+    "what a mask fills": lambda s, x: _filled(s.a(x)),
+    "a picture that is warped": lambda s, x: s.a(F.grid_sample(x[:, None, None, :], F.affine_grid(x[:, :6].view(-1, 2, 3), [len(x), 1, 1, 6], False), align_corners=False)[:, 0, 0]),
+    "determinants": lambda s, x: s.a(x) * torch.linalg.slogdet(s.a(x)[:, :4].view(-1, 2, 2))[1][:, None],
+    "bins of its own": lambda s, x: s.a(x) * torch.searchsorted(x[:, :3].sort(1).values, x[:, 3:4].contiguous()),
+    "bits": lambda s, x: s.a(x * ((x.long() << 1) & 3)),
+    "powers": lambda s, x: s.a(torch.float_power(x.abs() + 1, 0.5) + torch.special.expit(x)),
+}  # fmt: skip
+
+
+def _filled(h):
+    h = h.clone()
+    h[h < 0] = 0.5
+    h[h.sum(1) > 3] = -1.0
+    return h
+
+
+@pytest.mark.parametrize("name", PLAIN_ROWS)
+def test_functions_that_keep_rows_apart_are_no_reason_to_measure_every_batch(name, monkeypatch):
+    """And what is remembered of them is right."""
+    from clipwise import collect
+
+    verified = []
+    real = collect.verified_gradients
+    monkeypatch.setattr(collect, "verified_gradients", lambda *args: verified.append(1) or real(*args))
+    model = Net(PLAIN_ROWS[name], a=nn.Linear(6, 5)).double()
+    for _ in range(9):
+        x = examples(16, 6)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        norms = cw.per_example_norms(tape, losses)
+        cw.clipped_gradients(tape, losses, cw.flat(0.5))
+    assert len(verified) <= 5
+    torch.testing.assert_close(norms, clip_and_add(loop_gradients(model, (x,)), 0.5)[1])
+
+
+def test_a_mask_that_deals_rows_out_is_measured():
+    """x[mask] = rows: which of them a row gets goes by what the others hold."""
+
+    def forward(s, x):
+        h = s.a(x).clone()
+        h[x[:, 0] > 0] = s.a(x)[x[:, 0] > 0].flip(0)
+        return h
+
+    model = Net(forward, a=nn.Linear(6, 5)).double()
+    with cw.capture(model) as tape:
+        model(examples(6, 6))
+    assert tape.moves.may_move_rows(6, [0])

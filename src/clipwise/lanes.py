@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
-from .moving import kind_of
+from .kinds import kind_of
 from .structure import holds_numbers_only
 from .trail import SMALL, told_apart
 

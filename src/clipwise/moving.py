@@ -16,84 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from .functions import is_mask, without_underscore
+from .kinds import ALONG_DIM, ATTENTION, BY_INDEX, INTO_PIECES, MATRICES, OF_PIECES, PRODUCTS, ROW_BY_ROW, SHIFTS, kind_of
 from .marks import Marks
-
-PLAIN = set(
-    """H T __abs__ __floordiv__ __invert__ __neg__ __pos__ __rdiv__ __rfloordiv__ __rpow__ __rtruediv__ abs absolute acos acosh
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d add
-    addcdiv addcmul alias all alpha_dropout amax amin aminmax angle any apply_ arange argmax argmin argsort as_tensor asin
-    asinh atan atan2 atanh avg_pool1d avg_pool2d avg_pool3d baddbmm_ batch_norm bernoulli binary_cross_entropy
-    binary_cross_entropy_with_logits bincount bitwise_and bitwise_not bitwise_or bitwise_xor bool broadcast_tensors
-    broadcast_to byte cauchy ceil celu channel_shuffle clamp clamp_ clamp_max clamp_min clip clone complex conj constant_pad_nd
-    contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d copy copysign cos cosh cosine_similarity
-    count_nonzero cpu cross cross_entropy cross_entropy_loss ctc_loss cuda cummax cummin cumprod cumsum data deg2rad detach
-    detach_ diag_embed diagonal diff digamma div divide dot_product double dropout dropout1d dropout2d dropout3d elu empty
-    empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 exponential eye feature_alpha_dropout feature_dropout fft
-    fft2 fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2 fft_rfft
-    fft_rfft2 fill flatten float floor floor_divide fmax fmin fmod fold fractional_max_pool2d full full_like
-    gaussian_nll_loss ge gelu geometric glu greater greater_equal group_norm gru gru_cell gt gumbel_softmax half hardshrink
-    hardsigmoid hardswish hardswish_ hardtanh heaviside hfft hinge_embedding_loss histc huber_loss hypot ifft ihfft imag
-    index_fill instance_norm int interpolate irfft isclose isfinite isinf isnan item kl_div l1_loss layer_norm le leaky_relu
-    lerp less less_equal lgamma linalg_norm linalg_vector_norm linear linspace local_response_norm log log10 log1p log2
-    log_normal log_sigmoid log_softmax logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid logsumexp long
-    lp_pool1d lp_pool2d lstm lstm_cell lt mH mT map_ masked_fill matrix_norm max max_pool1d max_pool2d max_pool3d max_unpool1d
-    max_unpool2d max_unpool3d maximum mean median min minimum mish mode moveaxis movedim mse_loss mul
-    multi_head_attention_forward multi_margin_loss nan_to_num nanmean nansum narrow native_group_norm native_layer_norm ne neg
-    new_empty new_full new_ones new_tensor new_zeros nll_loss nll_loss_nd norm normal normalize not_equal one_hot ones
-    ones_like outer pad permute pin_memory pixel_shuffle pixel_unshuffle poisson_nll_loss polar pow prelu prod quantile rad2deg
-    rand rand_like randint randn randn_like random real reciprocal relu relu6 remainder repeat requires_grad_ reshape
-    resolve_conj retain_grad rfft rms_norm rms_norm_ rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell round rrelu rsqrt
-    rsub scaled_dot_product_attention select selu set_ sgn share_memory_ sigmoid sign signbit silu sin sinc sinh smooth_l1_loss
-    soft_margin_loss softmax softmin softplus softshrink softsign special sqrt square squeeze std std_mean sub subtract sum
-    swapaxes swapdims t tan tanh tanhshrink tensor threshold tile to trace transpose tril triplet_margin_loss triu true_divide
-    trunc type type_as unflatten unfold uniform unsqueeze upsample var var_mean vector_norm view view_as view_as_complex
-    view_as_real where xlogy zero zeros zeros_like""".split()
-)
-_ENTRYWISE = set(
-    """add sub subtract rsub mul multiply div divide true_divide floor_divide pow where lerp maximum minimum fmax fmin atan2 hypot fmod
-    remainder addcmul addcdiv clamp eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor xlogy
-    masked_fill copysign logaddexp heaviside max min __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
-    broadcast_tensors __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __mod__ __rmod__""".split()
-)
-_REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}  # their argument, perhaps along a new first axis
-_ANYWHERE = {"masked_select", "_pack_padded_sequence", "unique", "unique_consecutive", "take", "nonzero", "masked_scatter", "put"}
-_ALONG_DIM = {"index_select", "index_copy", "index_add", "index_reduce", "repeat_interleave"}
-_ROW_BY_ROW = {"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "sort", "msort", "topk", "kthvalue"}
-_SHIFTS = {
-    "flip",
-    "fliplr",
-    "flipud",
-    "roll",
-    "rot90",
-}  # they move rows whatever these hold, but what is then made of both may go by that, or by chance
-_INTO_PIECES = {
-    "chunk",
-    "split",
-    "tensor_split",
-    "unbind",
-    "unsafe_chunk",
-    "unsafe_split",
-    "vsplit",
-    "hsplit",
-    "dsplit",
-    "split_with_sizes",
-}
-_OF_PIECES = {
-    "cat",
-    "concat",
-    "concatenate",
-    "stack",
-    "hstack",
-    "vstack",
-    "dstack",
-    "column_stack",
-    "row_stack",
-    "pad_sequence",
-    "block_diag",
-}
-_BY_INDEX = {"__getitem__", "__setitem__", "index_put"}
-_PRODUCTS = {"matmul", "mm", "mv", "dot", "bmm", "baddbmm", "addmm", "addmv", "addbmm", "cdist", "vdot", "inner", "tensordot", "einsum"}
-_ATTENTION = {"scaled_dot_product_attention"}
 
 
 @dataclass
@@ -130,27 +54,30 @@ class Moves:
 
     def _note_other(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         plain = without_underscore(name)
-        if plain in _ATTENTION:
+        if plain in ATTENTION:
             self._note_attention(args, kwargs)
-        elif plain in _BY_INDEX:
-            self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
+        elif plain in BY_INDEX:
+            if not _fills_by_mask(args):
+                self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
         elif plain == "embedding":
             self._note_lookup(args, marks)
-        elif plain in _ROW_BY_ROW | _ALONG_DIM and args and isinstance(args[0], Tensor) and args[0].dim():
+        elif plain in ROW_BY_ROW | ALONG_DIM and args and isinstance(args[0], Tensor) and args[0].dim():
             axis = _dim(plain, args, kwargs) % args[0].dim()
-            if plain in _ROW_BY_ROW:
+            if plain in ROW_BY_ROW:
                 self.axes.add((axis, args[0].shape[axis]))
             elif any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
                 self.lengths.add(args[0].shape[axis])
-        elif plain in _INTO_PIECES:
+        elif plain in INTO_PIECES:
             self._note_pieces(plain, args, kwargs)
-        elif plain in _SHIFTS:
+        elif plain in SHIFTS:
             self._note_shift(plain, args, kwargs)
-        elif plain in _OF_PIECES:
+        elif plain in OF_PIECES:
             pieces = args[0] if args else kwargs.get("tensors", ())
             self.pieces.add(len(pieces) if isinstance(pieces, list | tuple) else 0)
-        elif plain in _PRODUCTS:
+        elif plain in PRODUCTS:
             self._note_product(plain, args, kwargs, marks)
+        elif plain in MATRICES:
+            self.lengths.update(size for value in (*args, *kwargs.values()) if isinstance(value, Tensor) for size in value.shape[-2:])
         else:
             self.unknown.add(name)
 
@@ -239,25 +166,17 @@ class Moves:
             self.contracted.add((key.shape[:-2].numel(), key.shape[-2]))
 
 
-KINDS: dict[str, str] = {}
-
-
-def kind_of(name: str) -> str:
-    """entrywise, repeats, plain, or something to look at more closely; by name, once."""
-    known = KINDS.get(name)
-    if known is not None:
-        return known
-    plain = without_underscore(name)
-    if plain in _ENTRYWISE:
-        kind = "entrywise"
-    elif plain in _REPEATS:
-        kind = "repeats"
-    elif plain in _ATTENTION:
-        kind = "other"
-    else:
-        kind = "plain" if plain in PLAIN or name in PLAIN else "other"
-    KINDS[name] = kind
-    return kind
+def _fills_by_mask(args: tuple[Any, ...]) -> bool:
+    """x[mask] = 0: an entry-wise choice, whatever the mask holds, as long as it lies over the first axes of x."""
+    if len(args) != 3:
+        return False
+    target, mask, value = args
+    return (
+        is_mask(mask)
+        and mask.dim() > 0
+        and mask.shape == target.shape[: mask.dim()]
+        and (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()))
+    )
 
 
 def _holds(length: int, batch: int) -> bool:

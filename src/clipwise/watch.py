@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from .errors import Refusal, UncoveredUse
 from .functions import TAKES_MEMORY, TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
+from .kinds import KINDS
 from .lanes import MISSED, lane_of, passed
 from .marks import CONSTANT, EXAMPLE, TRACKED
-from .moving import KINDS
 from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
