@@ -305,6 +305,7 @@ PLAIN_ROWS = {
     "determinants": lambda s, x: s.a(x) * torch.linalg.slogdet(s.a(x)[:, :4].view(-1, 2, 2))[1][:, None],
     "bins of its own": lambda s, x: s.a(x) * torch.searchsorted(x[:, :3].sort(1).values, x[:, 3:4].contiguous()),
     "bits": lambda s, x: s.a(x * ((x.long() << 1) & 3)),
+    "attention by letters": lambda s, x: s.a(torch.einsum("bhtd,bhsd->bhts", x.view(-1, 1, 2, 3), s.a(x)[:, :3].view(-1, 1, 1, 3)).sum((1, 3)).repeat(1, 3)),
     "powers": lambda s, x: s.a(torch.float_power(x.abs() + 1, 0.5) + torch.special.expit(x)),
 }  # fmt: skip
 
@@ -347,3 +348,21 @@ def test_a_mask_that_deals_rows_out_is_measured():
     with cw.capture(model) as tape:
         model(examples(6, 6))
     assert tape.moves.may_move_rows(6, [0])
+
+
+@pytest.mark.parametrize("product", ["bc,cd->bd", "bc,c...->b...", "hbc,hcd->hbd"])
+def test_an_equation_that_may_deal_rows_out_is_measured(product):
+    """An order that the data says, as a matrix."""
+
+    def forward(s, x):
+        order = F.one_hot(x[:, 0].argsort(), len(x)).to(x.dtype)
+        if "h" in product:
+            return torch.einsum(
+                product, order.mT.expand(2, -1, -1), torch.einsum(product, order.expand(2, -1, -1), s.a(x).expand(2, -1, -1))
+            )[0]
+        return torch.einsum(product, order.mT, torch.einsum(product, order, s.a(x)))
+
+    model = Net(forward, a=nn.Linear(6, 5)).double()
+    with cw.capture(model) as tape:
+        model(examples(7, 6))
+    assert tape.moves.may_move_rows(7, [0])

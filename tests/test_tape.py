@@ -657,3 +657,11 @@ def test_an_axis_that_changes_to_that_of_the_examples_is_noticed_at_once():
     model.axis = -2
     with pytest.raises(cw.MixedExamples):
         step()
+
+
+def test_what_is_not_a_number_is_the_same_in_every_step():
+    """Python tells two float("nan") apart: each step would have been another way through the model, and verified."""
+    from clipwise.trail import told_apart
+
+    assert hash(told_apart(float("nan"))) == hash(told_apart(float("nan")))
+    assert len({hash(told_apart(value)) for value in (-1, -2, 1.5, float("nan"))}) == 4

@@ -9,12 +9,14 @@ and every batch is measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from .equations import letters_of, operands_of
 from .functions import is_mask, without_underscore
 from .kinds import ALONG_DIM, ATTENTION, BY_INDEX, INTO_PIECES, MATRICES, OF_PIECES, PRODUCTS, ROW_BY_ROW, SHIFTS, kind_of
 from .marks import Marks
@@ -153,12 +155,25 @@ class Moves:
         operands += [item for value in args if isinstance(value, list | tuple) for item in value if isinstance(item, Tensor)]
         if sum(tensor.requires_grad or marks.varies(tensor) for tensor in operands) < 2:
             return
+        if name == "einsum" and isinstance(args[0], str):
+            self._note_equation(args[0], operands_of(args))
+            return
         if name in ("einsum", "tensordot", "inner", "addbmm", "vdot", "dot") or any(tensor.dim() < 3 for tensor in operands[-2:]):
             self.lengths.update(size for tensor in operands for size in tensor.shape)
             return
         a, b = operands[-2:]
         self.contracted.add((b.shape[:-2].numel(), b.shape[-2]))
         self.contracted.add((a.shape[:-2].numel(), a.shape[-1]))
+
+    def _note_equation(self, equation: str, operands: list[Tensor]) -> None:
+        """Letters that are added over, and the length of those by which the operands that have them are kept apart."""
+        terms, output = letters_of(equation, [operand.dim() for operand in operands])
+        lengths = {letter: size for term, operand in zip(terms, operands) for letter, size in zip(term, operand.shape)}
+        for letter in set("".join(terms)) - set(output):
+            holders = [set(term) for term in terms if letter in term]
+            if len(holders) > 1:
+                apart = set(output).intersection(*holders)
+                self.contracted.add((math.prod(lengths[each] for each in apart), lengths[letter]))
 
     def _note_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = args[1] if len(args) > 1 else kwargs.get("key")

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Switch:
-    """`with switch:` sets owner.name to True."""
+    """`with switch:` sets owner.name to `value`."""
 
-    def __init__(self, owner: ModuleType | Any, name: str):
-        self._owner, self._name = owner, name
+    def __init__(self, owner: ModuleType | Any, name: str, value: bool = True):
+        self._owner, self._name, self._value = owner, name, value
         self._lock = threading.Lock()
         self._before: Any = None
         self.inside = 0  # blocks that are under way
@@ -20,7 +20,7 @@ class Switch:
         with self._lock:
             if not self.inside:
                 self._before = getattr(self._owner, self._name)
-                setattr(self._owner, self._name, True)
+                setattr(self._owner, self._name, self._value)
             self.inside += 1
 
     def __exit__(self, *_: object) -> None:

@@ -103,14 +103,18 @@ def tracing(*, in_steps: bool = False) -> Iterator[None]:
 
 
 _telling = Switch(torch.compiler, "_is_compiling_flag")
+_unchecked = Switch(torch.distributions.Distribution, "_validate_args", False)
 
 
-def told_to_be_compiled() -> AbstractContextManager[None]:
-    """Inside this block torch.compiler.is_compiling() says yes: models then keep from deciding by what is in their tensors.
+@contextlib.contextmanager
+def told_to_be_compiled() -> Iterator[None]:
+    """Inside this block torch.compiler.is_compiling() says yes: models then keep from deciding by what is in their tensors. Nor do distributions look
+    whether their arguments can be (a scale that is not positive gives losses that are not finite, and those count for nothing).
 
     The steps that verify a model run so too where it is compiled later, or it would take another way than the one that is traced.
     """
-    return _telling
+    with _telling, _unchecked:
+        yield
 
 
 def is_inside_torch_compile() -> bool:

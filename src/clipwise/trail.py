@@ -9,7 +9,9 @@ SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part
 
 
 def told_apart(value: Any) -> Any:
-    """hash(-1) is hash(-2): the last axis would be the one before it."""
+    """hash(-1) is hash(-2): the last axis would be the one before it. And what is not a number is told by its address: float("nan") would be another each time."""
+    if value != value:
+        return "nan"
     return value if value != -1 else "-1"
 
 

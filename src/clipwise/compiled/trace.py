@@ -34,6 +34,7 @@ from ..numerics import without_autocast
 from ..structure import tensors_in
 from ..tape import Tape, capture
 from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled, tracing
+from .foreseen import Foreseen
 from .once import make_each_call_once, may_draw
 from .state import State
 
@@ -57,7 +58,7 @@ class Traced:
     def is_same_as(self, other: Traced) -> bool:
         """Whether both compute the same, whatever the data: a graph holds no numbers but those in its code and its constants."""
         mine, others = _constants(self.graph), _constants(other.graph)
-        return self.names == other.names and self.graph.code == other.graph.code and all(a is b for a, b in zip(mine, others))
+        return self.names == other.names and self.graph.code == other.graph.code and all(map(_are_one, mine, others))
 
 
 def trace(
@@ -80,7 +81,7 @@ def trace(
         for place, tensor in zip(places, inputs[count:-2]):
             batch[place] = tensor
         with state.replaced_by(stand_ins):
-            with capture(state.modules, fallback=fallback) as tape:
+            with Foreseen(), capture(state.modules, fallback=fallback) as tape:
                 losses = losses_of(model, *pytree.tree_unflatten(batch, structure))
             computes_again = tape.computes_again
             if not isinstance(losses, Tensor) or losses.shape != mask.shape:
@@ -134,12 +135,12 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
         graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
     _check_constants(graph)
     dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
     if dynamic is not None:
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
     return graph
 
 
@@ -181,13 +182,34 @@ def check_not_read(traced: Traced, overwritten: Iterable[Same]) -> None:
 
 
 def _check_constants(graph: GraphModule) -> None:
-    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps."""
-    for tensor in _constants(graph):
-        if not is_declared_constant(tensor):
+    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps.
+
+    A tensor that the forward pass makes of one number, or for one row that all examples share, is as good as the number in its code (to the
+    tape it is nobody's).
+    """
+    for node in graph.graph.find_nodes(op="get_attr"):
+        tensor = getattr(graph, node.target)
+        if tensor.numel() and not is_declared_constant(tensor) and not (_is_made_inside(node) and _is_nobodys(tensor)):
             raise NotTraceable(
                 f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
                 "with clipwise.constant(x)."
             )
+
+
+def _is_made_inside(node: torch.fx.Node) -> bool:
+    """torch.tensor(0.5), x[:, [-1]], x[0] = 3: torch says so of what it makes from numbers of Python's."""
+    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+
+
+def _is_nobodys(tensor: Tensor) -> bool:
+    return not tensor.dim() or len(tensor) == 1
+
+
+def _are_one(mine: Tensor, other: Tensor) -> bool:
+    """The same tensor, or one that is made anew in every forward pass and holds the same."""
+    if mine is other or is_declared_constant(mine):
+        return mine is other
+    return mine.shape == other.shape and mine.dtype == other.dtype and repr(mine.tolist()) == repr(other.tolist())
 
 
 def _is_random(node: torch.fx.Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..equations import letters_of, operands_of
 from ..errors import UncoveredUse
 from ..factors import Dense, Diagonal, Factor, Outer
 from ..layout import from_rows, to_rows
@@ -23,31 +24,17 @@ class Term:
     tensor: Tensor
 
 
-def operands_of(use: Use) -> list[Tensor]:
-    _, *operands = use.args
-    return list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-
-
-def letters_of(use: Use, dims: list[int]) -> tuple[list[str], str]:
-    """The letters of every operand and of the output, an ellipsis spelt out. dims: the number of axes of each operand."""
+def _letters(use: Use, dims: list[int]) -> tuple[list[str], str]:
     equation = use.args[0]
     if not isinstance(equation, str):
         raise UncoveredUse("torch.einsum is called with lists of axes.", 'Write the equation as a string: torch.einsum("bi,oi->bo", x, w).')
-    given, arrow, output = equation.replace(" ", "").partition("->")
-    terms = given.split(",")
-    hidden = [dim - len(term) + 3 if "..." in term else 0 for term, dim in zip(terms, dims)]  # axes behind each ellipsis
-    ellipsis = "".join([letter for letter in string.ascii_letters if letter not in equation][: max(hidden)])
-    terms = [term.replace("...", ellipsis[len(ellipsis) - count :]) for term, count in zip(terms, hidden)]
-    if arrow:
-        return terms, output.replace("...", ellipsis)
-    every = "".join(terms)
-    return terms, ellipsis + "".join(sorted(letter for letter in set(every) - set(ellipsis) if every.count(letter) == 1))
+    return letters_of(equation, dims)
 
 
 def _row_axes(use: Use, dims: int) -> tuple[int, ...]:
     """Axes of the output that are not a weight's alone. Refuses what no einsum gradient can express."""
-    operands = operands_of(use)
-    terms, output = letters_of(use, [operand.dim() for operand in operands])
+    operands = operands_of(use.args)
+    terms, output = _letters(use, [operand.dim() for operand in operands])
     of_weights: set[str] = set()
     for place, (term, operand) in enumerate(zip(terms, operands)):
         if use.tracks(operand):
@@ -68,8 +55,8 @@ def einsum(call: Call) -> Factors:
 
     Which axes of an operand number rows is told by its letters, not by their lengths.
     """
-    operands = operands_of(call.original)
-    letters, output = letters_of(call, [operand.dim() for operand in operands])
+    operands = operands_of(call.original.args)
+    letters, output = _letters(call, [operand.dim() for operand in operands])
     rows = "".join(output[axis] for axis in call.axes)
     spare = next(letter for letter in string.ascii_letters if letter not in "".join(letters) + output)
     row = rows if len(rows) == 1 else spare  # one letter for all rows
