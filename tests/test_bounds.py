@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipwise as cw
 from clipwise import bounds
 from clipwise.bounds import WithinBounds, check_bounds
-from clipwise.reading import made_up
+from clipwise.exchange import made_up
 from clipwise.tracing import is_tracing
 from test_compiled import RECORDS, built, train
 

@@ -87,11 +87,11 @@ def with_room_for(most, monkeypatch, where=rerun._Trial, error=None):
     """Runs on more than `most` examples find no memory. Returns on how many each was tried."""
     sizes, run = [], where._run
 
-    def tight(self, inputs, **options):
+    def tight(self, inputs, *rest, **options):
         sizes.append(len(inputs[0][0]) if where is rerun._Trial else len(self.targets[0]))
         if sizes[-1] > most:
             raise error or torch.OutOfMemoryError("CUDA out of memory.")
-        return run(self, inputs, **options)
+        return run(self, inputs, *rest, **options)
 
     monkeypatch.setattr(where, "_run", tight)
     return sizes

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .switches import Switch
 
@@ -22,6 +24,28 @@ def isolated(module: nn.Module, *, share_parameters: bool = True) -> nn.Module:
         return copy.deepcopy(module, dict(shared))
     except Exception:
         return module
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of a call on some examples, the state it left behind, and what it did to the random generators.
+
+    `gradient`, where it was asked for, is that of a random combination of the kept rows. The graph is gone.
+    """
+
+    outputs: list[Tensor]
+    state: list[Tensor]
+    drew_numbers: bool
+    generators: int
+    gradient: list[Tensor]
+
+
+def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, buffer) for name, buffer in module.named_buffers() if buffer is not None]
+
+
+def state_of(module: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for _, buffer in named_state(module)]
 
 
 def _cuda_devices() -> list[int]:
@@ -64,11 +88,21 @@ def same_draws() -> None:
         sys.modules["numpy"].random.seed(0)
 
 
-def random_fingerprint() -> int:
-    """Tells whether random numbers were drawn since `same_draws`."""
-    states = [bytes(torch.get_rng_state().tolist()), random.getstate()]
+def random_fingerprint(modules: Iterable[nn.Module] = ()) -> int:
+    """Tells whether random numbers were drawn since `same_draws`, or by generators that these modules hold."""
+    states: list[Any] = [bytes(torch.get_rng_state().tolist()), random.getstate()]
     if "numpy" in sys.modules:
         _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
         states += [numbers.tobytes(), place]
     states += [bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_devices()]
+    states += [_generator_state(value) for root in modules for module in root.modules() for value in vars(module).values()]
     return hash(tuple(states))
+
+
+def _generator_state(value: Any) -> Any:
+    """Of a generator; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return repr(value.bit_generator.state) if hasattr(type(value), "bit_generator") else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .declared import declared_owners, is_declared_constant
 from .layout import EvenGrouping, Layout, Table
-from .numerics import accumulation_dtype, unit_roundoff
+from .structure import holds_numbers_only, is_array, map_tensors
 
 
 def _permutation(owners: Tensor) -> Tensor | None:
@@ -53,6 +53,7 @@ class Reading:
     indices_fixed: bool = False  # integers are indices, which a run with other rows must leave alone
     outputs_in_order: bool = False  # `reordered` speaks of inputs only
     not_rows: frozenset[tuple[int, int]] = frozenset()  # (id of a tensor, axis) whose length does not follow the batch's
+    lists_first: bool = False  # a list of as many tensors as there are examples has one for each, whatever their lengths
 
     @classmethod
     def from_taps(cls, batch: int, placements: Iterable[tuple[Layout | Table, int]]) -> Reading:
@@ -83,8 +84,11 @@ class Reading:
             return torch.arange(size) if self.reordered is None else self.reordered
         return self.tables.get(size)
 
-    def choices(self, tensors: Sequence[Tensor]) -> list[Reading]:
-        """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance."""
+    def choices(self, tensors: Sequence[Tensor], values: Any = ()) -> list[Reading]:
+        """Ways to read these inputs, the likeliest first: one row an example in order; then what lengths may mean by chance.
+
+        `values`: what they lie in.
+        """
         tensors = [tensor for tensor in tensors if id(tensor) not in self.fixed and not is_declared_constant(tensor)]
         exact = any(
             tensor.shape[axis] == self.batch and (id(tensor), axis) not in self.not_rows for tensor in tensors for axis in _two(tensor)
@@ -100,6 +104,27 @@ class Reading:
         ragged = [reading for reading in found if any(reading.is_ragged(tensor) for tensor in tensors if tensor.is_floating_point())]
         if any(not tensor.is_floating_point() for tensor in tensors):
             found += [replace(reading, indices_fixed=True) for reading in ragged]
+        by_lists = replace(straight, lists_first=True)
+        return [*found, by_lists] if by_lists.has_rows(values) and not straight.has_lists(values) and by_lists.has_lists(values) else found
+
+    def has_rows(self, values: Any) -> bool:
+        """Whether there is anything to exchange in these inputs. A test in which nothing was exchanged has shown nothing."""
+        return self._finds(
+            values, lambda value: self.axis(value) is not None if isinstance(value, Tensor) else self.is_list_of_examples(value)
+        )
+
+    def has_lists(self, values: Any) -> bool:
+        return self._finds(values, lambda value: self.is_list_of_examples(value))
+
+    def _finds(self, values: Any, is_one: Callable[[Any], bool]) -> bool:
+        found = False
+
+        def look(value: Any) -> Any:
+            nonlocal found
+            found = found or is_one(value)
+            return value
+
+        map_tensors(values, look)
         return found
 
     def is_ragged(self, tensor: Tensor) -> bool:
@@ -123,11 +148,13 @@ class Reading:
 
     def is_list_of_examples(self, value: Any) -> bool:
         """A list with an entry an example, whose entries hold no batch themselves."""
-        return (
-            isinstance(value, list | tuple)
-            and len(value) == self.batch > 1
-            and all(isinstance(item, Tensor) and self.axis(item) is None for item in value)
-        )
+        if not isinstance(value, list | tuple) or len(value) != self.batch or self.batch < 2:
+            return False
+        if all(isinstance(item, Tensor) for item in value):
+            if self.lists_first and isinstance(value, list):
+                return len({len(item) if item.dim() else 0 for item in value}) > 1
+            return all(self.axis(item) is None for item in value)
+        return all(map(_is_one_thing, value))
 
     def select(self, value: Any, examples: Sequence[int]) -> Any:
         """The rows of these examples."""
@@ -136,7 +163,21 @@ class Reading:
                 return value
             axis = self.axis(value)
             return value.detach().clone() if axis is None else value.detach().index_select(axis, self.rows_of(value, axis, examples))
-        return type(value)(value[i].detach().clone() for i in examples) if self.is_list_of_examples(value) else value
+        return type(value)(own(value[i]) for i in examples) if self.is_list_of_examples(value) else value
+
+    def other_order(self) -> Tensor:
+        """(B,): another order of the examples, in which none of several is where it was."""
+        start = random.SystemRandom().randint(1, max(1, self.batch - 1))
+        return torch.arange(self.batch).roll(start)
+
+    def in_order(self, value: Any, order: Tensor) -> Any:
+        """The examples in another order, where there is one row for each."""
+        if not isinstance(value, Tensor):
+            return type(value)(own(value[i]) for i in order.tolist()) if self.is_list_of_examples(value) else value
+        axis = self.axis(value)
+        if axis is None or value.shape[axis] != self.batch:
+            return value
+        return value.detach().index_select(axis, order.to(value.device))
 
     def rows_of(self, tensor: Tensor, axis: int, examples: Sequence[int]) -> Tensor:
         owners = self.owners(tensor.shape[axis])
@@ -163,94 +204,15 @@ class Reading:
         return replace(self, batch=len(examples), tables=tables, reordered=reordered)
 
 
+def _is_one_thing(item: Any) -> bool:
+    """What may stand for an example without being a tensor: words, an array, a list of numbers."""
+    return isinstance(item, str | bytes) or is_array(item) or (isinstance(item, list) and bool(item) and holds_numbers_only(item))
+
+
+def own(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, Tensor) else item
+
+
 def _two(tensor: Tensor) -> range:
     """The axes along which examples may lie."""
     return range(min(2, tensor.dim()))
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Other examples' rows replaced: by copies of the examples that are kept, or by rows that no record has.
-
-    It takes the tensors of the whole batch and leaves the examples `few`. `outputs` reads what comes out for those.
-    """
-
-    reading: Reading
-    kept: frozenset[int]
-    strange: bool
-    few: Sequence[int]
-    outputs: Reading
-
-    @classmethod
-    def draw(cls, reading: Reading, strange: bool, trials: int, few: Sequence[int], outputs: Reading) -> Iterator[Exchange]:
-        """Exchanges of a random half, and next of the other half, so that no example stays in every one of them."""
-        kept: frozenset[int] = frozenset()
-        for trial in range(trials):
-            others = frozenset(few) - kept
-            kept = others if trial % 2 and others else frozenset(random.Random().sample(list(few), (len(few) + 1) // 2))
-            yield cls(reading, kept, strange, few, outputs)
-
-    def kept_rows(self, size: int) -> Tensor:
-        """Rows of an output that belong to the examples that are kept."""
-        owners = self.outputs.owners(size)
-        assert owners is not None
-        whole = len(self.few) == self.reading.batch
-        return torch.nonzero(_among(owners, [i if whole else self.few.index(i) for i in sorted(self.kept)]))[:, 0]
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return self._list(value) if self.reading.is_list_of_examples(value) else value
-        axis = self.reading.axis(value)
-        if axis is None:
-            return self.reading.select(value, self.few)
-        owners = self.reading.owners(value.shape[axis])
-        assert owners is not None
-        is_kept = _among(owners, sorted(self.kept))
-        kept, others = (torch.nonzero(mask)[:, 0] for mask in (is_kept, _among(owners, self.few) & ~is_kept))  # a row of nobody stays
-        if not len(others) or not len(kept):
-            return self.reading.select(value, self.few)
-        if torch.equal(owners, torch.arange(len(owners))) and not self.strange:
-            dice = random.Random()
-            copies = torch.tensor([dice.choice(kept.tolist()) for _ in others], device=value.device)
-            new = value.detach().index_select(axis, copies)
-        else:  # a record's group may be among the inputs, so records do not change hands between examples that stay and others
-            new = made_up(value.detach().index_select(axis, others.to(value.device)), axis)
-        changed = value.detach().index_copy(axis, others.to(value.device), new)
-        return changed.index_select(axis, self.reading.rows_of(value, axis, self.few))
-
-    def _list(self, value: Any) -> Any:
-        return type(value)(value[i].detach().clone() if i in self.kept else made_up(value[i].detach()) for i in self.few)
-
-
-def _among(owners: Tensor, examples: Sequence[int]) -> Tensor:
-    return torch.isin(owners, torch.tensor(list(examples), dtype=torch.long))
-
-
-def made_up(rows: Tensor, axis: int = 0) -> Tensor:
-    """Rows no record has: numbers shuffled, and some four to a hundred times as large, of either sign.
-
-    Integers change rows but not their place in them, where there are several: each place may number categories of its own. rows: along `axis`
-    """
-    dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
-    if not rows.is_floating_point() and rows.dim() and rows.shape[axis] > 1:
-        return rows.gather(axis, torch.rand(rows.shape, generator=dice).argsort(axis).to(rows.device))
-    shuffled = rows.flatten()[torch.randperm(rows.numel(), generator=dice).to(rows.device)].view(rows.shape)
-    if not rows.is_floating_point():
-        return shuffled
-    reach = 4.0 ** random.SystemRandom().uniform(1, 3.5)
-    return shuffled * (reach * (2 * torch.rand(rows.shape, generator=dice) - 1)).to(shuffled)
-
-
-def shaken(autocast: Mapping[str, torch.dtype]) -> Callable[[Any], Any]:
-    """Moves every number by about one rounding, the coarsest at hand. autocast: device type → precision, where it was on."""
-
-    def shake(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        amount = max(unit_roundoff(value.dtype), unit_roundoff(autocast.get(value.device.type, value.dtype)))
-        wide = value.detach().to(accumulation_dtype(value.dtype))
-        dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
-        moved = 2 * torch.rand(value.shape, generator=dice).to(wide) - 1
-        return (wide * (1 + 2 * amount * moved)).to(value.dtype)
-
-    return shake

@@ -20,25 +20,26 @@ from torch import Tensor, nn
 from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples
+from .exchange import Exchange, shaken
 from .functions import full_name
 from .machine import is_out_of_memory
 from .marks import EXAMPLE, TRACKED
-from .program import leading_to, loose_ends
-from .reading import Exchange, Reading, shaken
+from .program import ProgramCall, leading_to, loose_ends
+from .reading import Reading
 from .rerun import TRIALS
 from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
 
 _WEIGHTED_BY_CLASS = {F.cross_entropy, F.nll_loss, F.multi_margin_loss, F.binary_cross_entropy_with_logits}
-_LOOK_UPS = {torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.gather, torch.Tensor.gather}
+_LOOK_UPS = {torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select}
 
 
 def check_losses_alone(tape: Tape, losses: Tensor, reading: Reading) -> None:
     """Refuse if exchanging some examples, or taking them away, changes the losses of the rest."""
     with tape.pause(), tape.eagerly(), random_states_kept():
         replay = _Replay(tape, losses)
-        if replay.targets and not any(replay.passes(choice) for choice in replay.choices(reading)):
+        if replay.targets and replay.is_mixed(reading):
             raise MixedExamples(
                 "the loss of one example changes with the inputs or targets of other examples (among the calls that lead to the losses: "
                 f"{replay.names()}).",
@@ -73,6 +74,7 @@ class _Replay:
             self.targets = ends
             self.calls = leading_to(program, ends)
         self.shared = self._shared()
+        self.inputs = self._inputs()
         self.last_used = self._last_used()
 
     def _last_used(self) -> dict[int, list[int]]:
@@ -94,40 +96,63 @@ class _Replay:
 
     def choices(self, reading: Reading) -> list[Reading]:
         """Ways to read what comes from outside; the one that held for the modules first."""
-        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
-        inputs = [
-            t for call in self.calls for t in every_tensor([call.args, call.kwargs]) if id(t) not in made and id(t) not in self.shared
-        ]
-        choices = reading.choices(inputs)
+        choices = reading.choices(self.inputs)
         held_elsewhere = reading.swapped or reading.squares_shared or reading.indices_fixed
         return [reading, *(choice for choice in choices if choice is not reading)] if held_elsewhere else choices
+
+    def _inputs(self) -> list[Tensor]:
+        """What comes from outside."""
+        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
+        found = [tensor for call in self.calls for tensor in every_tensor([call.args, call.kwargs])]
+        return [tensor for tensor in found if id(tensor) not in made and id(tensor) not in self.shared]
 
     def names(self) -> str:
         functions = [call.func for call in self.calls]
         return ", ".join(dict.fromkeys(type(f).__name__ if isinstance(f, nn.Module) else full_name(f) for f in functions))
 
     def _shared(self) -> set[int]:
-        """Tensors with an entry a class rather than an example: class weights, tables that are looked up, and what they are made of."""
-        shared: set[int] = set()
-        for call in self.calls:
-            if call.func in _WEIGHTED_BY_CLASS:
-                found = [call.kwargs.get("weight"), call.kwargs.get("pos_weight"), *call.args[2:3]]
-                shared |= {id(tensor) for tensor in found if isinstance(tensor, Tensor)}
-            if call.func in _LOOK_UPS and any(isinstance(value, Tensor) for value in call.args[1:]):
-                table, *index = call.args
-                if isinstance(table, Tensor) and not table.requires_grad and not any(isinstance(value, tuple) for value in index):
-                    shared.add(id(table))
+        """Tensors from outside with an entry a class rather than an example: class weights, and tables that are looked up by what the examples say. Only those
+        that do nothing else: a table made of the batch itself, or of what goes through a module, is no table of classes.
+        """
+        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
+        tables: set[int] = set()
+        others = {id(target) for target in self.targets}
         for call in reversed(self.calls):
-            if any(id(tensor) in shared for tensor in every_tensor(call.result)):
-                shared |= {id(tensor) for tensor in every_tensor([call.args, call.kwargs])}
-        return shared
+            looked_up = self._looked_up(call)
+            is_table = not isinstance(call.func, nn.Module) and all(
+                id(result) in tables and id(result) not in others for result in every_tensor(call.result)
+            )
+            for tensor in every_tensor([call.args, call.kwargs]):
+                (tables if is_table or id(tensor) in looked_up else others).add(id(tensor))
+        return tables - others - made
 
-    def passes(self, reading: Reading) -> bool:
-        """Whether the kept losses are the same in every run, the inputs read this way."""
+    def _looked_up(self, call: ProgramCall) -> set[int]:
+        """Arguments that are tables."""
+        if call.func in _WEIGHTED_BY_CLASS:
+            found = [call.kwargs.get("weight"), call.kwargs.get("pos_weight"), *call.args[2:3]]
+            return {id(tensor) for tensor in found if isinstance(tensor, Tensor)}
+        if call.func in _LOOK_UPS and call.args:
+            table, *index = call.args
+            by_examples = [value for value in index if isinstance(value, Tensor) and self.marks.kind(value) == EXAMPLE]
+            if isinstance(table, Tensor) and not table.requires_grad and by_examples:
+                return {id(table)}
+        return set()
+
+    def is_mixed(self, reading: Reading) -> bool:
+        """Whether some reading of the inputs shows that examples mix, and none that they do not."""
+        verdicts = [self.passes(choice) for choice in self.choices(reading)]
+        return False in verdicts and True not in verdicts
+
+    def passes(self, reading: Reading) -> bool | None:
+        """Whether the kept losses are the same in every run, the inputs read this way; None where nothing is exchanged that way."""
         self.reading = reading
+        if not any(reading.has_rows(tensor) for tensor in self.inputs):
+            return None
         plain = self._try(None)
         if plain is None:  # a call that cannot be run twice says nothing
             return True
+        if reading.squares_shared and not self._follows_order(plain):
+            return False
         for strange in (False, True):
             for trial, exchange in enumerate(Exchange.draw(reading, strange, TRIALS, range(reading.batch), reading)):
                 after = self._try(exchange)
@@ -138,6 +163,15 @@ class _Replay:
                 if trial == 0 and not self._same_gradient(exchange):
                     return False
         return self._same_without_others(plain)
+
+    def _follows_order(self, plain: _Outcome) -> bool:
+        """Whether losses come in another order where the examples do, while what is taken for shared stays. What belongs to examples would not fit."""
+        order = self.reading.other_order()
+        before = self._try(None, still=True) if plain.drew_numbers else plain
+        after = self._try(lambda value: self.reading.in_order(value, order), still=plain.drew_numbers)
+        if before is None or after is None or after.drew_numbers:
+            return before is None or after is not None
+        return all(close(a.detach()[order.to(a.device)], b.detach(), WITH_OTHER_SHAPES) for a, b in zip(before.targets, after.targets))
 
     def _same(self, before: list[Tensor], after: list[Tensor], kept: list[int], tolerance: float | None = None) -> bool:
         """Whether the kept losses agree: as far as rounding goes, and where they do not, as far as a rounding of the inputs moves them."""
@@ -201,22 +235,24 @@ class _Replay:
         kept = sorted(random.Random().sample(range(self.reading.batch), max(1, self.reading.batch // 4)))
         before = self._try(None, still=True) if plain.drew_numbers else plain
         part = self._try(lambda value: self.reading.select(value, kept), still=plain.drew_numbers)
-        return before is None or part is None or self._same(before.targets, part.targets, kept, WITH_OTHER_SHAPES)
+        return before is None or part is None or part.drew_numbers or self._same(before.targets, part.targets, kept, WITH_OTHER_SHAPES)
 
     def _try(self, substitute: Any, *, still: bool = False, with_gradient: bool = False) -> _Outcome | None:
         """The targets with other inputs; None if the calls do not accept them."""
         same_draws()
-        before = random_fingerprint()
+        modules = {id(call.func): call.func for call in self.calls if isinstance(call.func, nn.Module)}
+        before = random_fingerprint(modules.values())
+        copies = {key: isolated(module, share_parameters=self.share_parameters) for key, module in modules.items()}
         try:
-            targets = self._run(substitute, still=still, with_gradient=with_gradient)
+            targets = self._run(substitute, copies, still=still, with_gradient=with_gradient)
         except Exception as error:
             if is_out_of_memory(error):  # which says nothing about the calls
                 raise
             return None
-        after = random_fingerprint()
+        after = random_fingerprint(copies.values())
         return _Outcome(targets, after != before, after)
 
-    def _run(self, substitute: Any, *, still: bool = False, with_gradient: bool = False) -> list[Tensor]:
+    def _run(self, substitute: Any, copies: dict[int, nn.Module], *, still: bool = False, with_gradient: bool = False) -> list[Tensor]:
         """The targets, with every tensor that comes from outside these calls put through `substitute`."""
         made: dict[int, Any] = {}
 
@@ -228,15 +264,13 @@ class _Replay:
                 made[id(value)] = self._outside(value, substitute)
             return made[id(value)]
 
-        copies: dict[int, nn.Module] = {}
         with Still(everything=still), torch.set_grad_enabled(with_gradient):
             for place, call in enumerate(self.calls):
                 args, kwargs = map_tensors((call.args, call.kwargs), fill)
                 with call.autocast():
                     if isinstance(call.func, nn.Module):
-                        module = copies.setdefault(id(call.func), isolated(call.func, share_parameters=self.share_parameters))
                         with torch.no_grad():
-                            result = module(*args, **kwargs)
+                            result = copies[id(call.func)](*args, **kwargs)
                     else:
                         result = call.func(*args, **kwargs)
                 changed = args[0] if result is None and args else result

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .again import isolated, random_fingerprint, random_states_kept, same_draws
+from .again import Run, isolated, named_state, random_fingerprint, random_states_kept, same_draws, state_of
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples, StateWrite
+from .exchange import Exchange, shaken
 from .machine import is_out_of_memory
-from .program import ProgramCall
-from .reading import Exchange, Reading, shaken
+from .marks import EXAMPLE
+from .program import ProgramCall, RootCall
+from .reading import Reading
 from .still import Still
 from .structure import every_tensor, map_tensors
 from .tape import Tape
@@ -37,20 +39,6 @@ _FEWEST_EXAMPLES = 2  # of which one may be exchanged while the other stays
 _FEWER_EXAMPLES, _LARGE_OUTPUT = 4, 2**21  # where an example's outputs hold that many numbers, memory counts
 TRIALS = 3  # exchanges of either kind
 _MINOR = 1e-2  # a parameter's gradient is compared on its own scale, but not below this share of the largest
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Outputs of a call on some examples, the state it left behind, and what it did to the random generators.
-
-    `gradient`, where it was asked for, is that of a random combination of the kept rows. The graph is gone.
-    """
-
-    outputs: list[Tensor]
-    state: list[Tensor]
-    drew_numbers: bool
-    generators: int
-    gradient: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,9 @@ def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[An
     held, tried = reading, min(len(losses), EXAMPLES_IN_A_RUN)
     for call in tape.root_calls:
         if any(node is not None and node in nodes for node in call.output_nodes):
-            choices = reading.choices(list(every_tensor([call.call.args, call.call.kwargs])))
+            given = [call.call.args, call.call.kwargs]
+            _check_seen(call, given, nodes, tape, reading)
+            choices = reading.choices(list(every_tensor(given)), given)
             with tape.pause(), tape.eagerly(), random_states_kept(), torch.enable_grad():
                 trials = [_Trial(call.call, choice, speaking, parameters, share=not tape.writes_parameters) for choice in choices]
                 verdicts = [trial.verdict() for trial in trials]
@@ -88,6 +78,18 @@ def check_rows_alone(tape: Tape, losses: Tensor, reading: Reading, nodes: set[An
             if True in verdicts:
                 held = replace(choices[verdicts.index(True)], tables=reading.tables, reordered=reading.reordered)
     return held, tried
+
+
+def _check_seen(call: RootCall, given: Any, nodes: set[Any], tape: Tape, reading: Reading) -> None:
+    """Refuse a module that makes example data from inputs among which there is nothing to exchange: no test would say anything of it."""
+    if every_tensor(given) or reading.has_rows(given):
+        return
+    outputs = [tensor for tensor in every_tensor(call.call.result) if tensor.grad_fn is not None and tensor.grad_fn in nodes]
+    if any(tape.marks.kind(tensor) == EXAMPLE for tensor in outputs):
+        raise MixedExamples(
+            f"there is no tensor among the inputs of {type(call.call.func).__name__}, so that nobody can see whether it mixes examples.",
+            "Hand the examples over as tensors (also in lists, dicts and objects), as arrays of numpy's, or as a list with one entry an example.",
+        )
 
 
 def _refusal(call: ProgramCall) -> MixedExamples:
@@ -124,6 +126,8 @@ class _Trial:
 
     def verdict(self) -> bool | None:
         """True: the rows are alone. False: they are not. None: nothing can be read from this call. Tried on fewer examples where memory runs out."""
+        if not self.reading.has_rows((self.call.args, self.call.kwargs)):
+            return None
         while True:
             try:
                 return self._verdict()
@@ -151,8 +155,10 @@ class _Trial:
         found = {place: axis for place, axis in found.items() if reading.owners(base.outputs[place].shape[axis]) is not None}
         if not found:
             return None
+        if self.reading.squares_shared and not self._follows_order(inputs, base, reading, found):
+            return False
         held_still = False
-        other: _Run | None
+        other: Run | None
         for strange in (False, True):
             for trial, exchange in enumerate(Exchange.draw(self.reading, strange, TRIALS, self.few, reading)):
                 kept, exchanged = _Kept(exchange, found), map_tensors((self.call.args, self.call.kwargs), exchange)
@@ -180,22 +186,36 @@ class _Trial:
                         return False
         return True
 
+    def _follows_order(self, inputs: Any, base: Run, reading: Reading, axes: dict[int, int]) -> bool:
+        """Whether outputs come in another order where the examples do, while what is taken for shared stays. What belongs to examples would not fit."""
+        order = reading.other_order()
+        still = base.drew_numbers
+        try:
+            before = self._run(inputs, still=True) if still else base
+            after = self._run(map_tensors(inputs, lambda value: reading.in_order(value, order)), still=still)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        pairs = [(reading.in_order(before.outputs[place], order), after.outputs[place]) for place in axes]
+        return after.drew_numbers or all(a.shape == b.shape and close(a, b, WITH_OTHER_SHAPES) for a, b in pairs)
+
     def _selected(self, examples: list[int]) -> Any:
         return map_tensors((self.call.args, self.call.kwargs), lambda value: self.reading.select(value, examples))
 
-    def _run(self, inputs: Any, *, still: bool = False, gradient_of: _Kept | None = None) -> _Run:
+    def _run(self, inputs: Any, *, still: bool = False, gradient_of: _Kept | None = None) -> Run:
         args, kwargs = inputs
         module = isolated(self.module, share_parameters=self.share)
         same_draws()
-        before = random_fingerprint()
+        before = random_fingerprint([module])
         with self.call.autocast(), Still(everything=still):
             outputs = list(every_tensor(module(*args, **kwargs)))
-        state = [] if module is self.module else [tensor.detach() for tensor in _state(module)]
-        after = random_fingerprint()
+        state = [] if module is self.module else [tensor.detach() for tensor in state_of(module)]
+        after = random_fingerprint([module])
         gradient = [] if gradient_of is None else self._gradient(gradient_of.rows(outputs))
-        return _Run([output.detach() for output in outputs], state, after != before, after, gradient)
+        return Run([output.detach() for output in outputs], state, after != before, after, gradient)
 
-    def _axes_without_most(self, base: _Run, reading: Reading) -> list[int | None] | None:
+    def _axes_without_most(self, base: Run, reading: Reading) -> list[int | None] | None:
         """The batch axis of every output, found by running two examples alone, whose rows must be the same; None if that cannot be run."""
         if self.numbered or len(self.few) < 2 or (reading is self.reading and reading.batch > len(self.few)):
             return None
@@ -232,7 +252,7 @@ class _Trial:
             if not close(expected, found, WITH_OTHER_SHAPES, blur(expected, rest)):
                 raise _RowsDiffer
 
-    def _same(self, kept: _Kept, base: _Run, other: _Run, blurred: Sequence[_Run] = ()) -> bool:
+    def _same(self, kept: _Kept, base: Run, other: Run, blurred: Sequence[Run] = ()) -> bool:
         """Whether the kept rows agree in both runs, and the gradient of a random combination of them where both have one.
 
         `blurred`: runs on inputs that differ by a rounding; a row that they move says as little as they move it.
@@ -263,19 +283,11 @@ class _Trial:
         found = torch.autograd.grad(wanted, self.parameters, probes, allow_unused=True, retain_graph=True)
         return [torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g for g, p in zip(found, self.parameters)]
 
-    def _check_state(self, base: _Run, other: _Run) -> None:
-        for (name, _), a, b in zip(_named_state(self.module), base.state, other.state):
+    def _check_state(self, base: Run, other: Run) -> None:
+        for (name, _), a, b in zip(named_state(self.module), base.state, other.state):
             if a.shape == b.shape and not torch.equal(a.nan_to_num(), b.nan_to_num()):
                 raise StateWrite(
                     f"{type(self.module).__name__}.forward leaves another {name} behind when the examples are others; it is released "
                     "with the model.",
                     "Switch that statistic off (track_running_stats=False, eval()), or compute it without the training records.",
                 )
-
-
-def _named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, buffer) for name, buffer in module.named_buffers() if buffer is not None]
-
-
-def _state(module: nn.Module) -> list[Tensor]:
-    return [buffer.clone() for _, buffer in _named_state(module)]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from types import ModuleType
+from functools import lru_cache
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -39,9 +43,16 @@ def row_numbers(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
-    """`value` with every tensor replaced by function(tensor); `function` is asked about lists first and may answer for the whole list."""
+    """`value` with every tensor replaced by function(tensor); `function` is asked about lists first and may answer for the whole list.
+
+    Arrays of numpy's are tensors here.
+    """
     if isinstance(value, Tensor):
         return function(value)
+    if is_array(value):
+        given = torch.from_numpy(value)
+        found = function(given)
+        return value if found is given else found.numpy()
     if not depth or not _is_container(value):
         return value
     if isinstance(value, list | tuple):
@@ -50,15 +61,25 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
             return answered
         mapped = [map_tensors(item, function, depth - 1) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, deque):
+        return deque((map_tensors(item, function, depth - 1) for item in value), value.maxlen)
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType({name: map_tensors(item, function, depth - 1) for name, item in value.items()})
     if isinstance(value, dict):
         out = copy.copy(value)
         for name, item in value.items():
             out[name] = map_tensors(item, function, depth - 1)
         return out
     out = copy.copy(value)
-    for name, item in vars(value).items():
+    for name, item in _attributes(value).items():
         object.__setattr__(out, name, map_tensors(item, function, depth - 1))
     return out
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numbers of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "fiub" and value.flags.writeable
 
 
 def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:
@@ -87,15 +108,36 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     return tuple([map_values(item, function) for item in value]) if isinstance(value, tuple) else function(value)
 
 
+_SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, MappingProxyType)
+
+
 def _is_container(value: Any) -> bool:
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, (*_SEQUENCES, *_MAPPINGS)):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Enum | ModuleType) and not callable(value)
+    if isinstance(value, type | nn.Module | Enum | ModuleType) or callable(value):
+        return False
+    kind: Any = type(value)
+    return hasattr(value, "__dict__") or bool(_slots(kind))
 
 
 def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return value
-    if isinstance(value, dict):
+    if isinstance(value, _MAPPINGS):
         return value.values()
-    return vars(value).values() if _is_container(value) else ()
+    return _attributes(value).values() if _is_container(value) else ()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
+
+
+@lru_cache(4096)
+def _slots(kind: Any) -> tuple[str, ...]:
+    """Names of slots of a class that was written in Python."""
+    declared = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple([name for name in names if not name.startswith("__")])
