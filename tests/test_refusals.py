@@ -366,3 +366,18 @@ def test_a_module_in_the_place_of_another_is_verified_anew():
         losses = model(torch.randn(6, 4)).square()
     with pytest.raises(cw.Refusal):
         cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+def test_a_gradient_in_the_losses_is_refused_by_its_name():
+    model, x = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double(), examples(6, 2).requires_grad_()
+    with cw.capture(model) as tape:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        losses = slope.square().sum(1)
+    with pytest.raises(cw.UncoveredUse, match="create_graph=True"):
+        cw.per_example_norms(tape, losses)
+
+
+def test_nested_tensors_are_refused_by_their_name():
+    rows = [torch.randn(count, 4).double() for count in (2, 3, 4, 2)]
+    with pytest.raises(cw.UncoveredUse, match="nested tensor"), cw.capture(model := nn.Linear(4, 3).double()):
+        model(torch.nested.nested_tensor(rows, layout=torch.jagged))

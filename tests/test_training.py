@@ -580,3 +580,42 @@ def test_a_scripted_module_without_parameters_is_nobodys_business():
     with pytest.raises(cw.UnseenUse, match=r"0\.weight is used where the tape cannot see it"):
         next(steps(private, model, optimizer))
     private.close()
+
+
+def test_a_refused_training_does_not_watch_the_next_one():
+    """Its tape would stay on as long as somebody holds the training, an exception in a notebook say."""
+    from clipwise.modes import stacked
+
+    model = nn.Embedding(20, 3, max_norm=1.0)
+    private, _, _ = training(model)
+    tokens = torch.utils.data.TensorDataset(torch.randint(0, 20, (60,)), torch.arange(60) % 3)
+    before = len(list(stacked()))
+    for x, _ in private.loader(tokens):
+        with pytest.raises(cw.UncoveredUse):
+            model(x)
+        break
+    assert len(list(stacked())) == before
+
+
+def test_a_model_that_returns_nothing_is_watched_all_the_same():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            self.losses = self.layer(x).square().sum(1)
+
+    model = Silent().double()
+    private, _, optimizer = training(model)
+    for x, _ in private.loader(data()):
+        try:
+            raise KeyError("something else that went wrong before")
+        except KeyError:
+            pass
+        model(x)
+        private.loss(model.losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    assert private.ledger.spent == 1

@@ -62,11 +62,27 @@ class Same:
         return self._of()
 
 
+_YES, _NO, _NOT_A_NUMBER = object(), object(), object()
+_INTEGERS = frozenset({int})
+
+
+def told(value: Any) -> Any:
+    """A number or a word as what is equal to no other: True is not 1, nor is 1.0; and what is not a number is the same as ever."""
+    kind = type(value)
+    if kind is bool:
+        return _YES if value else _NO
+    if kind is float:
+        return (value,) if value == value else _NOT_A_NUMBER
+    return value
+
+
 def essence(value: Any, *, tensors: bool = True, depth: int = _DEPTH) -> Any:
     """What can be compared and hashed in place of a value: numbers and words as they are, lists and dicts by their entries, anything else by who it is.
     Without `tensors` one is as good as another."""
     kind = type(value)
-    if kind in PLAIN or kind in _TOLD_BY_VALUE or (kind is tuple and is_short(value, depth) and holds_numbers_only(value)):
+    if kind in PLAIN:
+        return told(value)
+    if kind in _TOLD_BY_VALUE or (kind is tuple and is_short(value, depth) and _INTEGERS.issuperset(map(type, value))):
         return value
     if isinstance(value, nn.Parameter):
         return None  # part of the model's state, which is compared by itself
@@ -75,7 +91,7 @@ def essence(value: Any, *, tensors: bool = True, depth: int = _DEPTH) -> Any:
     if isinstance(value, weakref.ref):
         return essence(value(), tensors=tensors, depth=0)
     if isinstance(value, numbers.Number | str) and kind.__hash__ is not None:  # of numpy's, or of a class of the user's
-        return kind, value
+        return kind, value if value == value else _NOT_A_NUMBER
     if depth and isinstance(value, _CONTAINERS) and is_short(value, depth):
         if isinstance(value, dict):
             return tuple([(essence(key, depth=0), essence(item, tensors=tensors, depth=depth - 1)) for key, item in value.items()])

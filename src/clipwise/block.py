@@ -7,6 +7,7 @@ come (an evaluation with gradients enabled) leaves the block open; what nobody h
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,9 +50,12 @@ class Block:
         if self._tape is not None:
             self._below.take_off()  # they would find that there is nothing to do
 
-    def _leave_root(self, *_: object) -> None:
-        if self._tape is None or not self._tape.depth:
+    def _leave_root(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tape = self._tape
+        if tape is None or not tape.depth:
             self._below.put_on()
+        if tape is not None and output is None and not tape.depth and not tape.root_calls and sys.exc_info()[1] is not None:
+            self.close()  # it raised, and nothing came before it: the tape would stay on, and watch the training after this one
 
     def open(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to run. Inside one that is watched there is nothing to do."""

@@ -105,6 +105,10 @@ def collect_for_graph(tape: Tape, losses: Tensor, known: dict[int, Layout] | Non
     known = route_to(tape, losses).layouts if known is None else known
     if known is None or not tape.created:
         raise NotTraceable(_why_unknown(tape, len(losses)))
+    if not taps_behind(losses) <= known.keys():
+        raise NotTraceable(
+            "what it does to a weight depends on random numbers (weights that are dropped), so that it cannot be tried out with these held still."
+        )
     gradients, _ = evaluate(tape, losses, lambda record: known[record.key], keep_graph=False, known=True)
     return gradients, known
 

@@ -109,11 +109,15 @@ def _unseen(parameter: Tensor, node: Any, reached_from: dict[Any, Any], marks: M
     while (node := reached_from[node]) is not None and len(path) < 4:
         path.append(node.name())
     names = " <- ".join(path) or "the losses themselves"
-    repair = "Write that computation with torch functions inside capture(), or freeze the parameter."
+    outside = "before the model is called" if marks.lenient else "outside capture()"
+    cause = f"a custom autograd.Function, torch.jit.script, or a computation {outside} does that"
+    repair = f"Write that computation with torch functions inside {'forward()' if marks.lenient else 'capture()'}, or freeze the parameter."
     if any("CompiledFunction" in name for name in path):
         repair = "That region was compiled before the tape could see it: call the uncompiled module, or freeze the parameter."
+    elif marks.differentiates:
+        cause = "a gradient that is part of the losses (autograd.grad with create_graph=True: a penalty on gradients, a differential equation) does that"
+        repair = "Such losses are not covered: take differences of outputs in place of the gradient, or freeze the parameter."
     return UnseenUse(
-        f"{marks.describe([parameter])} is used where the tape cannot see it, by the autograd node {names}{marks.where([parameter])}; "
-        "a custom autograd.Function, torch.jit.script, or a computation outside capture() does that.",
+        f"{marks.describe([parameter])} is used where the tape cannot see it, by the autograd node {names}{marks.where([parameter])}; {cause}.",
         repair,
     )

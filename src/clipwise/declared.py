@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -14,7 +18,24 @@ _owners: WeakTable[Tensor] = WeakTable()
 def constant(tensor: Tensor) -> Tensor:
     """Declare that `tensor` carries no examples: a shared mask, a table of prototypes. Returns the tensor itself."""
     _constants.put(tensor, True)
+    inside = _declared_inside.get()
+    if inside is not None and type(tensor) is Tensor:  # no stand-in that holds no numbers
+        inside.append(tensor)
     return tensor
+
+
+_declared_inside: ContextVar[list[Tensor] | None] = ContextVar("clipwise_declared_inside", default=None)
+
+
+@contextlib.contextmanager
+def noting_declarations() -> Iterator[list[Tensor]]:
+    """What is declared a constant inside this block."""
+    found: list[Tensor] = []
+    token = _declared_inside.set(found)
+    try:
+        yield found
+    finally:
+        _declared_inside.reset(token)
 
 
 def is_declared_constant(tensor: Tensor) -> bool:

@@ -28,6 +28,7 @@ class Experience:
     zeros: set[tuple[int, int]] = field(default_factory=set)  # taps whose gradient was zero for every single example
     examples_tried: int = 0  # in reruns that found no mixing
     steps: int = 0
+    was_open: bool = False  # the last verification said nothing for sure: some examples were not finite
     explained: list[Explained] = field(default_factory=list)  # how norms were evaluated when that was decided
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # who uses a parameter
     ways: Decisions = field(default_factory=Decisions)  # how norms are evaluated; decided anew after each verification

@@ -58,6 +58,7 @@ class Marks:
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.doubts_numbers = False  # whether a number from outside may come from examples
         self.has_stale = False  # some module keeps examples of an earlier batch
+        self.differentiates = False  # autograd was asked for gradients that can be differentiated again
         self.widest = 1  # longest first axis among the inputs
         self.derived_dtypes: set[torch.dtype] = set()
         for _, tensor in kept_tensors(modules):

@@ -63,6 +63,11 @@ def tapped(tape: Tape, use: Use, rule: Rule, said: list[Any]) -> Tensor:
         raise no_rule(use, marks, one_tensor=False)
     if not output.requires_grad:
         return output
+    if output.is_nested:
+        raise UncoveredUse(
+            f"{marks.describe(use.tracked)} meets a nested tensor, at {full_name(use.func)}{marks.where(use.tracked)}.",
+            "Pad the examples to one length (nn.utils.rnn.pad_sequence) and mask what was added, or hand all rows over as one tensor with clipwise.owners.",
+        )
     tape.recipes.add(called, rule, said, output.dim(), marks)
     return insert_tap(tape, output, called, rule, upstream)
 

@@ -70,6 +70,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int,
         with tape.pause():
             conclusive = _check_sums(tape, gradients, placed, placed.weights)
         tried = _check_forward(tape, losses, placed, nodes)
+        tape.experience.was_open = not conclusive
         if conclusive:
             _remember(tape, len(losses), way, placed, tried)
     return gradients

@@ -7,8 +7,8 @@ says which rows are real.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,10 +73,15 @@ def _may_have_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count and not is_declared_constant(leaf)
 
 
-def made_up(leaves: Sequence[Any], has_rows: Sequence[bool]) -> list[Any]:
-    """The same shapes with numbers that nobody's record had a part in, where they are real numbers; integers (labels, tokens) stay."""
+def made_up(leaves: Sequence[Any], has_rows: Sequence[bool], *, as_shares: bool = False) -> list[Any]:
+    """The same shapes with numbers that nobody's record had a part in, where they are real numbers; integers (labels, tokens) stay, as copies.
+
+    `as_shares`: between zero and one, for functions that take no others (probabilities, their logarithms).
+    """
     dice = torch.Generator().manual_seed(0)
-    return [nobodys(leaf, dice) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
+    found = [nobodys(leaf, dice) if is_one else leaf for leaf, is_one in zip(leaves, has_rows)]
+    found = [leaf.sigmoid() if as_shares and is_one and leaf.is_floating_point() else leaf for leaf, is_one in zip(found, has_rows)]
+    return [leaf.clone() if isinstance(leaf, Tensor) and not is_declared_constant(leaf) else leaf for leaf in found]
 
 
 def nobodys(tensor: Tensor, dice: torch.Generator) -> Tensor:
@@ -153,6 +158,20 @@ class Batch:
             bounds = [(start, min(start + self.rows, self.count)) for start in range(0, self.count, self.rows)]
             self._parts = [(part_of(self.leaves, self.has_rows, start, stop, self.rows), stop - start) for start, stop in bounds]
         return self._parts
+
+    def cut(self) -> Iterator[Batch]:
+        """Batches of up to `rows` rows, as they are; this one, where something in it may hold examples otherwise than row by row."""
+        tensors = [
+            is_one
+            for leaf, is_one in zip(self.leaves, self.has_rows)
+            if isinstance(leaf, Tensor) and leaf.dim() and not is_declared_constant(leaf)
+        ]
+        if self.count <= self.rows or not tensors or not all(tensors):
+            yield self
+            return
+        for start in range(0, self.count, self.rows):
+            count = min(self.rows, self.count - start)
+            yield replace(self, leaves=part_of(self.leaves, self.has_rows, start, start + count, count), count=count)
 
     @property
     def whole_mask(self) -> Tensor:

@@ -77,13 +77,15 @@ class CompiledStep:
         return planned.at(1.0) if isinstance(planned, Adaptive) else self._training.clipping
 
     def _eager_step(self, batch: Batch) -> None:
-        self._intake.block.begin()  # the graph is traced from here on too
-        try:
-            with told_to_be_compiled():
-                losses = self._losses_of(self._training.model, *batch.arguments)
-                private_loss = self._training.loss(losses)
-            private_loss.backward()
-        finally:
-            self._intake.block.close()  # also if something was refused: no tape stays on
-        if len(losses) != batch.count:
-            self.graphs.give_up(f"{len(losses)} losses for a batch whose first tensor has {batch.count} rows.")
+        """In parts no larger than a graph's: that is how much memory there is, and these are the sizes that are verified."""
+        for part in batch.cut():
+            self._intake.block.begin()  # the graph is traced from here on too
+            try:
+                with told_to_be_compiled():
+                    losses = self._losses_of(self._training.model, *part.arguments)
+                    private_loss = self._training.loss(losses)
+                private_loss.backward()
+            finally:
+                self._intake.block.close()  # also if something was refused: no tape stays on
+            if len(losses) != part.count:
+                self.graphs.give_up(f"{len(losses)} losses for a batch whose first tensor has {part.count} rows.")

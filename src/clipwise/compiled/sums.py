@@ -16,6 +16,7 @@ from ..attributes import Same
 from ..bounds import WithinBounds
 from ..clipping import Clipping, is_fixed
 from ..counts import check_count
+from ..errors import in_one_line
 from ..experience import experience_of
 from ..inventory import as_modules, numbered_modules
 from ..layout import Layout
@@ -25,6 +26,7 @@ from ..still import Still
 from ..tape import capture
 from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled
 from .agreement import agree
+from .patience import ATTEMPTS, STEPS, Patience
 from .rows import Batch, Leaves, made_up, part_of
 from .state import State
 from .surroundings import signature_of, surroundings
@@ -33,8 +35,6 @@ from .variant import Variant
 
 BACKENDS = ("inductor", "eager")
 _MOST_VARIANTS = 8  # shapes that get a graph of their own
-_PATIENCE = 8  # steps after which nothing is left to hope for, if no way through the model has been verified
-_ATTEMPTS = 3  # at tracing one shape: the first steps may not have verified enough
 _CHANGED = (
     "its losses depend on something besides the model and its arguments (a number that changes from step to step, how many rows there are), "
     "which a graph does not follow: pass it as a tensor."
@@ -62,6 +62,7 @@ class GraphSums:
             tuple[int, str], Same
         ] = {}  # attributes of modules in which every forward pass leaves another tensor, and what was there
         self._changes = 0  # traces that left other numbers in the model
+        self._patience = Patience()
         self.variants: dict[Any, Variant] = {}
 
     def batch(self, given: Any, count: int) -> Batch:
@@ -98,7 +99,9 @@ class GraphSums:
             odd = type(first[signatures.index(None)]).__name__
             self.give_up(f"an argument is of type {odd}, of which nobody knows when it changes: pass tensors, numbers and strings.")
             return None
-        if not any(batch.has_rows):
+        never = self._patience.why_never(batch, is_verified=bool(experience.layouts))
+        if never is not None:
+            self.give_up(never)
             return None
         key = (
             self._leaves.name_of(batch.structure),
@@ -112,6 +115,7 @@ class GraphSums:
         found = self.variants.get(key)
         if found is not None and not found.fits(state):
             found = None
+            self._patience.replaced += 1
         if experience.will_look_again:
             if found is not None:
                 self._look_again(found, state, batch)
@@ -120,13 +124,14 @@ class GraphSums:
             self._make(key, state, batch)
             return None  # this step is made by the tape: it tells whether the losses are what the graph takes them for
         experience.steps += 1
+        self._patience.replaced = 0
         return found
 
     def _make(self, key: Any, state: State, batch: Batch) -> None:
         experience = experience_of(self._modules)
         attempts = self._attempts.get(key, 0)
-        is_early = not (experience.layouts or experience.steps > _PATIENCE)
-        if is_early or attempts >= _ATTEMPTS:
+        is_early = not (experience.layouts or (experience.steps > STEPS and not experience.was_open))
+        if is_early or attempts >= ATTEMPTS:
             return
         if key not in self._attempts and len(self._attempts) >= _MOST_VARIANTS:
             if not self._is_full:
@@ -148,14 +153,15 @@ class GraphSums:
                 variant = self._variant(traced, state, batch, self._backend)
                 self._try_out(variant, state, batch)
             self.variants[key] = variant
+            self._attempts[key] = 0
         except NeverTraceable as error:
             self._changes += 1
             del self._attempts[key]
             if self._changes > 1:  # not only something that is worked out once
                 self.give_up(error)
         except Exception as error:
-            if not isinstance(error, NotTraceable) or self._attempts[key] == _ATTEMPTS:
-                self._attempts[key] = _ATTEMPTS
+            if not isinstance(error, NotTraceable) or self._attempts[key] == ATTEMPTS:
+                self._attempts[key] = ATTEMPTS
                 _warn(error if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}")
 
     def _traced(self, state: State, batch: Batch, layouts: dict[int, Layout] | None = None) -> Traced:
@@ -193,7 +199,25 @@ class GraphSums:
                 )
             variant = self._variant(traced, state, batch, None)
         count = max(1, self.rows - 1)
-        leaves = made_up(batch.parts[0][0], batch.has_rows)
+        try:
+            few, expected = self._by_tape(batch, count, still, as_shares=False)
+        except NotTraceable:
+            raise
+        except Exception:  # there are functions that take shares only
+            try:
+                few, expected = self._by_tape(batch, count, still, as_shares=True)
+            except Exception as error:
+                raise NotTraceable(f"it cannot be tried out, since it does not take made-up numbers: {in_one_line(error)}") from error
+        found = self.clipped(variant, few, 1.0)
+        if expected.weights.shape != found.weights.shape:
+            raise NotTraceable(f"its losses for {count} rows are not {count} numbers.")
+        pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
+        if not agree(pairs, variant.precision, count * self.clipping.sensitivity):
+            raise NotTraceable(f"the graph's clipped sums are not those of the tape: {_CHANGED}")
+
+    def _by_tape(self, batch: Batch, count: int, still: AbstractContextManager[Any], *, as_shares: bool) -> tuple[Batch, Clipped]:
+        """`count` rows of made-up numbers, and their clipped sums."""
+        leaves = made_up(batch.parts[0][0], batch.has_rows, as_shares=as_shares)
         few = replace(batch, leaves=part_of(leaves, batch.has_rows, 0, count, count), count=count)
         experience = experience_of(self._modules)
         steps, experience.steps = experience.steps, 2  # not a step on which the model is verified
@@ -201,19 +225,13 @@ class GraphSums:
             with still, told_to_be_compiled():
                 with WithinBounds(), capture(self._modules, fallback=self._fallback) as tape:
                     losses = self._losses_of(self._model, *few.arguments)
-                expected = clip(tape, losses, self.clipping, "bookkeep")
+                return few, clip(tape, losses, self.clipping, "bookkeep")
         except IndexError as error:  # a graph does not raise it on a GPU, it stops the device
             raise NotTraceable(
                 "it computes indices from real numbers, so that it cannot be tried out on made-up ones: pass what numbers something as integers."
             ) from error
         finally:
             experience.steps = steps
-        found = self.clipped(variant, few, 1.0)
-        if expected.weights.shape != found.weights.shape:
-            raise NotTraceable(f"its losses for {count} rows are not {count} numbers.")
-        pairs = [(total, expected.sums[name]) for name, total in found.sums.items()]
-        if not agree(pairs, variant.precision, count * self.clipping.sensitivity):
-            raise NotTraceable(f"the graph's clipped sums are not those of the tape: {_CHANGED}")
 
     def _look_again(self, variant: Variant, state: State, batch: Batch) -> None:
         """Trace once more, and give the graph up if it is another one by now. Data do not matter for that."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attributes import Same, essence
+from ..attributes import Same, essence, told
 from ..block import OwnHook
 from ..kept import own_names
 from ..numerics import tf32_in_use
@@ -24,7 +24,7 @@ def signature_of(leaf: Any) -> Any:
     """What must be the same for a graph to take this argument; None for an object of which nobody knows when it changes."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return (type(leaf), leaf) if type(leaf) in PLAIN else None
+    return (type(leaf), told(leaf)) if type(leaf) in PLAIN else None
 
 
 def surroundings(modules: Iterable[nn.Module], overwritten: Collection[tuple[int, str]] = ()) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def surroundings(modules: Iterable[nn.Module], overwritten: Collection[tuple[int
         for name in names:
             value = attributes[name]
             if type(value) in PLAIN:
-                found.append(value)
+                found.append(told(value))
             else:
                 found.append(essence(value, tensors=not overwritten or (serial_of(module), name) not in overwritten))
         before, after = module._forward_pre_hooks, module._forward_hooks

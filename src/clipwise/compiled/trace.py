@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ..attributes import Same
 from ..clipping import Clipping
 from ..collect import collect_for_graph
-from ..declared import is_declared_constant
+from ..declared import is_declared_constant, noting_declarations
 from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..methods.base import Clipped, mean_weights
@@ -96,7 +96,7 @@ def trace(
 
     inverse_square = torch.ones((), dtype=torch.float64, device=mask.device)
     tensors = [tensor.detach() if tensor.requires_grad else tensor.detach().clone() for tensor in state.distinct]  # the forward pass runs
-    inputs = [*tensors, *(leaves[place] for place in places), mask, inverse_square]
+    inputs = [*tensors, *(leaves[place].clone() for place in places), mask, inverse_square]  # which it may write to before it is noticed
     with told_to_be_compiled():
         graph = graph_of(clipped_sums, inputs)
     is_random = any(_is_random(node) for node in graph.graph.nodes)
@@ -131,13 +131,13 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
     `in_steps`: each kernel will be started by Python. These inputs are stand-ins that hold no numbers.
     """
     versions = [tensor._version for tensor in inputs]
-    with _one_at_a_time, tracing(in_steps=in_steps), _fetches_named():
+    with _one_at_a_time, tracing(in_steps=in_steps), _fetches_named(), noting_declarations() as declared:
         graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    _check_constants(graph)
+    _check_constants(graph, declared)
     dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
     if dynamic is not None:
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
@@ -181,7 +181,7 @@ def check_not_read(traced: Traced, overwritten: Iterable[Same]) -> None:
         raise NeverTraceable("its forward pass reads a tensor that a module holds, and puts another in its place.")
 
 
-def _check_constants(graph: GraphModule) -> None:
+def _check_constants(graph: GraphModule, declared: Sequence[Tensor]) -> None:
     """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps.
 
     A tensor that the forward pass makes of one number, or for one row that all examples share, is as good as the number in its code (to the
@@ -189,7 +189,11 @@ def _check_constants(graph: GraphModule) -> None:
     """
     for node in graph.graph.find_nodes(op="get_attr"):
         tensor = getattr(graph, node.target)
-        if tensor.numel() and not is_declared_constant(tensor) and not (_is_made_inside(node) and _is_nobodys(tensor)):
+        if (
+            tensor.numel()
+            and not is_declared_constant(tensor)
+            and not (_is_made_inside(node) and (_is_nobodys(tensor) or any(_holds_the_same(tensor.to(one.dtype), one) for one in declared)))
+        ):
             raise NotTraceable(
                 f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
                 "with clipwise.constant(x)."
@@ -209,6 +213,10 @@ def _are_one(mine: Tensor, other: Tensor) -> bool:
     """The same tensor, or one that is made anew in every forward pass and holds the same."""
     if mine is other or is_declared_constant(mine):
         return mine is other
+    return _holds_the_same(mine, other)
+
+
+def _holds_the_same(mine: Tensor, other: Tensor) -> bool:
     return mine.shape == other.shape and mine.dtype == other.dtype and repr(mine.tolist()) == repr(other.tolist())
 
 
