@@ -39,6 +39,25 @@ def test_tensors_made_of_numbers(name):
     assert_same_training(lambda: Net(MADE_OF_NUMBERS[name], a=nn.Linear(4, 6), b=nn.Linear(6, 3)), X)
 
 
+def test_numbers_are_held_where_they_are_used():
+    """A graph that is recorded on a GPU cannot copy them from the host."""
+    forward = lambda s, x: s.b(s.a(x) * torch.tensor(0.5).double() + torch.tensor([[2]]).double())
+    step, _ = assert_same_training(lambda: Net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3)), X)
+    (variant,) = step.graphs.variants.values()
+    graph = variant.traced.graph
+    held = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+    assert {(tensor.dtype, tensor.item()) for tensor in held} == {(torch.float64, 0.5), (torch.float64, 2.0)}
+
+
+def test_a_number_that_is_written_to_is_anew_in_every_step():
+    def forward(s, x):
+        total = torch.tensor(0.0).double()
+        total += 1
+        return s.b(s.a(x) * total)
+
+    assert_same_training(lambda: Net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3)), X)
+
+
 def test_a_tensor_made_of_a_number_that_changes_is_noticed_when_the_model_is_looked_at_again():
     calls = []
 

@@ -26,11 +26,12 @@ from ..still import Still
 from ..tape import capture
 from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled
 from .agreement import agree
+from .constants import check_not_read
 from .patience import ATTEMPTS, STEPS, Patience
 from .rows import Batch, Leaves, made_up, part_of
 from .state import State
 from .surroundings import signature_of, surroundings
-from .trace import Losses, Traced, check_not_read, trace
+from .trace import Losses, Traced, trace
 from .variant import Variant
 
 BACKENDS = ("inductor", "eager")
@@ -145,7 +146,7 @@ class GraphSums:
             known = len(self._overwritten)
             with state.kept(self._overwritten):
                 traced = self._traced(state, batch)
-            check_not_read(traced, self._overwritten.values())
+            check_not_read(traced.graph, self._overwritten.values())
             if len(self._overwritten) > known:  # this state is that of one step alone
                 del self._attempts[key]
                 return

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,16 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..attributes import Same
 from ..clipping import Clipping
 from ..collect import collect_for_graph
-from ..declared import is_declared_constant, noting_declarations
+from ..declared import noting_declarations
 from ..gradients import ExampleGradients
 from ..layout import Layout
 from ..methods.base import Clipped, mean_weights
 from ..numerics import without_autocast
-from ..structure import tensors_in
 from ..tape import Tape, capture
-from ..tracing import NeverTraceable, NotTraceable, told_to_be_compiled, tracing
+from ..tracing import NotTraceable, told_to_be_compiled, tracing
+from .constants import are_one, check_constants, constants_of, put_in_place
 from .foreseen import Foreseen
 from .once import make_each_call_once, may_draw
 from .state import State
@@ -57,8 +56,8 @@ class Traced:
 
     def is_same_as(self, other: Traced) -> bool:
         """Whether both compute the same, whatever the data: a graph holds no numbers but those in its code and its constants."""
-        mine, others = _constants(self.graph), _constants(other.graph)
-        return self.names == other.names and self.graph.code == other.graph.code and all(map(_are_one, mine, others))
+        mine, others = constants_of(self.graph), constants_of(other.graph)
+        return self.names == other.names and self.graph.code == other.graph.code and all(map(are_one, mine, others))
 
 
 def trace(
@@ -137,7 +136,9 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    _check_constants(graph, declared)
+    if not in_steps:
+        put_in_place(graph)
+    check_constants(graph, declared)
     dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
     if dynamic is not None:
         raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
@@ -166,58 +167,6 @@ def _has_a_size_of_its_own(node: torch.fx.Node) -> bool:
     indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else ()
     dtypes = [getattr(index.meta.get("val", index.meta.get("tensor_meta")), "dtype", None) for index in indices if index is not None]
     return not dtypes or any(dtype in (torch.bool, torch.uint8, None) for dtype in dtypes)
-
-
-def _constants(graph: GraphModule) -> list[Tensor]:
-    """Numbers that are baked in. (Fused attention hands empty tensors from its forward to its backward pass: they hold none.)"""
-    found = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
-    return [tensor for tensor in found if tensor.numel()]
-
-
-def check_not_read(traced: Traced, overwritten: Iterable[Same]) -> None:
-    """Raise NeverTraceable where the graph holds a tensor that the forward pass puts another in the place of: the next step would read that one."""
-    held = {tensor.untyped_storage().data_ptr() for tensor in _constants(traced.graph)}
-    if any(tensor.untyped_storage().data_ptr() in held for before in overwritten for tensor in tensors_in(before.value)):
-        raise NeverTraceable("its forward pass reads a tensor that a module holds, and puts another in its place.")
-
-
-def _check_constants(graph: GraphModule, declared: Sequence[Tensor]) -> None:
-    """Example data may come in as an argument only: what is baked into a graph stays what it was, and would reach later steps.
-
-    A tensor that the forward pass makes of one number, or for one row that all examples share, is as good as the number in its code (to the
-    tape it is nobody's).
-    """
-    for node in graph.graph.find_nodes(op="get_attr"):
-        tensor = getattr(graph, node.target)
-        if (
-            tensor.numel()
-            and not is_declared_constant(tensor)
-            and not (_is_made_inside(node) and (_is_nobodys(tensor) or any(_holds_the_same(tensor.to(one.dtype), one) for one in declared)))
-        ):
-            raise NotTraceable(
-                f"a tensor of shape {tuple(tensor.shape)} comes from outside the arguments: pass it to step(), register it as a buffer, or declare it "
-                "with clipwise.constant(x)."
-            )
-
-
-def _is_made_inside(node: torch.fx.Node) -> bool:
-    """torch.tensor(0.5), x[:, [-1]], x[0] = 3: torch says so of what it makes from numbers of Python's."""
-    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-
-
-def _is_nobodys(tensor: Tensor) -> bool:
-    return not tensor.dim() or len(tensor) == 1
-
-
-def _are_one(mine: Tensor, other: Tensor) -> bool:
-    """The same tensor, or one that is made anew in every forward pass and holds the same."""
-    if mine is other or is_declared_constant(mine):
-        return mine is other
-    return _holds_the_same(mine, other)
-
-
-def _holds_the_same(mine: Tensor, other: Tensor) -> bool:
-    return mine.shape == other.shape and mine.dtype == other.dtype and repr(mine.tolist()) == repr(other.tolist())
 
 
 def _is_random(node: torch.fx.Node) -> bool:
