@@ -124,6 +124,11 @@ def is_worth_a_kernel(tensor: Tensor, *, eagerly_beyond: float | None = None) ->
     return tensor.numel() > (0 if is_tracing_in_one() else beyond) and are_available(tensor.device, tensor.dtype)
 
 
+def _is_for_the_host(rows: Tensor) -> bool:
+    """Whether a graph on a CPU does better to look at these numbers than to copy them."""
+    return rows.device.type == "cpu" and is_tracing_in_one() and rows.dtype == torch.float32 and rows.numel() > _SMALL
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """‖rows[i]‖ for every i, in float64, as exact as `squared_norms`. rows: (B, ...) → (B,)"""
     found, is_square = measure_rows(rows)
@@ -147,12 +152,16 @@ def measure_rows(rows: Tensor) -> tuple[Tensor, bool]:
         from .kernels.rows import row_squares
 
         return row_squares(flat), True
+    if _is_for_the_host(flat):
+        from .kernels import host
+
+        return host.row_squares(flat), True
     if (flat.is_cuda or is_tracing()) and flat.shape[1]:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64), False
-    return _squares_on_host(to_accumulate(flat)), True
+    return squares_in_blocks(to_accumulate(flat)), True
 
 
-def _squares_on_host(flat: Tensor) -> Tensor:
+def squares_in_blocks(flat: Tensor) -> Tensor:
     """Blocks are added in working precision, blocks among each other in float64; what overflows or underflows is added again in float64."""
     if flat.device.type == "mps":
         return torch.linalg.vector_norm(flat, dim=1).square()
@@ -218,6 +227,10 @@ def weighted_row_sum(rows: Tensor, weights: Tensor, *, clean: bool = False) -> T
         from .kernels.scaling import weighted_row_sum as by_kernel
 
         return by_kernel(rows, weights)
+    if _is_for_the_host(rows) and not clean:
+        from .kernels import host
+
+        return host.weighted_row_sum(rows, weights)
     return torch.mv((rows if clean else drop_rows(rows, weights)).t(), weights)  # (n, B) · (B,)
 
 
