@@ -158,3 +158,7 @@ def test_no_step_takes_more_rows_than_it_was_told():
 
     _, step, private = train(built(lambda: nn.Linear(4, 3)), X, losses_of=losses_of, rows=5, steps=9)
     assert max(seen) == 5 and len(step.graphs.variants) == 1 and private.ledger.spent == 9
+
+
+def test_one_row_at_a_time():
+    assert_same_training(lambda: nn.Linear(4, 3), X, rows=1)

@@ -111,6 +111,26 @@ def test_coins_that_can_fall_both_ways_are_not_foreseen(bound):
     assert not step.graphs.variants
 
 
+CHANGED_COINS = {
+    "shifted": lambda s, x: s.a(x) if torch.rand(1).sub_(0.5) < 0 else 2 * s.a(x),
+    "written over": lambda s, x: s.a(x) if torch.rand(1).copy_(x.max()) >= 1 else 2 * s.a(x),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_COINS)
+def test_coins_that_were_written_to_are_coins_no_more(name):
+    with pytest.warns(UserWarning, match="fetches a number"):
+        _, step, _ = train(built(lambda: Net(CHANGED_COINS[name], a=nn.Linear(4, 3))), X, steps=12)
+    assert not step.graphs.variants
+
+
+def test_sizes_that_depend_on_the_data_are_not_baked_in_where_nothing_else_is_used():
+    with pytest.warns(UserWarning, match="depends on the data|fetches a number|nobody knows"):
+        losses_of = lambda model, x, y: mean_loss(model, x, y) * len(torch.bincount(y))
+        _, step, _ = train(built(lambda: nn.Linear(4, 3)), X, losses_of=losses_of, steps=12)
+    assert not step.graphs.variants
+
+
 def test_a_number_that_is_no_coin_is_fetched():
     forward = lambda s, x: s.a(x) if torch.randn([]).abs() + 1 < 0.0 else 2 * s.a(x)
     with pytest.warns(UserWarning, match="fetches a number"):

@@ -151,9 +151,10 @@ def test_as_many_tokens_and_targets_as_examples():
         norms(nn.Linear(5, 8).double(), lambda m, x, y: (m(x) - centred(y)).square().sum(1), examples(8, 5), examples(8, 8))
 
 
-def test_a_square_mask_beside_the_examples_is_shared():
+@pytest.mark.parametrize("outputs", [3, 6])
+def test_a_square_mask_beside_the_examples_is_shared(outputs):
     mask = torch.ones(6, 6).tril().double()
-    model = Net(lambda s, x, m: (m.softmax(-1) @ torch.tanh(s.a(x))).mean(1), a=nn.Linear(4, 3)).double()
+    model = Net(lambda s, x, m: (m.softmax(-1) @ torch.tanh(s.a(x))).mean(1), a=nn.Linear(4, outputs)).double()
     losses_of = lambda model, x: model(x, mask).square().sum(1)
     x = examples(6, 6, 4)
     torch.testing.assert_close(norms(model, losses_of, x), norms_alone(model, losses_of, x))
@@ -173,6 +174,10 @@ CONTAINERS = {
     "rows of numpy": (lambda x: list(x.numpy()), lambda given: torch.from_numpy(np.stack(given))),
     "lists of numbers": (lambda x: x.tolist(), lambda given: torch.tensor(given).double()),
     "words": (lambda x: [" ".join(map(str, row)) for row in x.tolist()], lambda given: torch.tensor([[float(n) for n in w.split()] for w in given]).double()),
+    "numbers": (lambda x: x[:, 0].tolist(), lambda given: torch.tensor(given).double()[:, None].repeat(1, 5)),
+    "an array that is read backwards": (lambda x: x.numpy()[:, ::-1], lambda given: torch.from_numpy(given.copy())),
+    "an array of another byte order": (lambda x: x.numpy().astype(">f8"), lambda given: torch.from_numpy(given.astype("float64"))),
+    "an array that nobody may write to": (lambda x: np.frombuffer(x.numpy().tobytes()).reshape(x.shape), lambda given: torch.tensor(given)),
     "deque": (lambda x: collections.deque([x]), lambda given: given[0]),
     "read-only dict": (lambda x: types.MappingProxyType({"x": x}), lambda given: given["x"]),
 }  # fmt: skip
@@ -190,6 +195,27 @@ def test_examples_in_containers(name, mixes):
             norms(model, losses_of, x)
     else:
         torch.testing.assert_close(norms(model, losses_of, x), norms_alone(model, losses_of, x))
+
+
+def test_words_that_all_examples_share():
+    """As many as there are examples by chance: names of classes, which stay when the batch has another size."""
+    names = [f"class {number}" for number in range(7)]
+    model = Net(
+        lambda s, x, names: s.a(x) * torch.tensor([[float(len(name)) + i for i, name in enumerate(names)]]), a=nn.Linear(5, 7)
+    ).double()
+    losses_of = lambda m, x: m(x, names).square().sum(1)
+    for batch in (6, 7, 8, 7):
+        x = examples(batch, 5)
+        torch.testing.assert_close(norms(model, losses_of, x), norms_alone(model, losses_of, x))
+
+
+def test_words_beside_the_examples_do_not_hide_mixing():
+    """A word for each example, of which the shortest decides."""
+    model = Net(
+        lambda s, x, words: s.a(x) * torch.tensor([float(min(map(len, words)))] * len(words)).double()[:, None], a=nn.Linear(5, 3)
+    ).double()
+    with pytest.raises(cw.MixedExamples):
+        norms(model, lambda m, x, words: m(x, words).square().sum(1), examples(8, 5), ["a" * (number + 1) for number in range(8)])
 
 
 def test_examples_that_nobody_can_exchange_are_refused():

@@ -195,6 +195,12 @@ def test_an_order_that_only_python_knows(how):
         torch.testing.assert_close(cw.per_example_norms(tape, losses), expected)
 
 
+def _written_over(w):
+    matrix = torch.empty(len(w), len(w), dtype=w.dtype)
+    matrix[:] = w
+    return matrix
+
+
 MIXERS = {
     "clamp by place": lambda v, w: torch.clamp(v.unsqueeze(1).expand(-1, len(v)), None, w),
     "clamp by name": lambda v, w: torch.clamp(v.unsqueeze(1).expand(-1, len(v)), max=w),
@@ -208,6 +214,12 @@ MIXERS = {
     "less": lambda v, w: v.unsqueeze(1) + torch.less(w, v.unsqueeze(1)) * (w - v.unsqueeze(1)),
     "copied": lambda v, w: torch.minimum(v.unsqueeze(1).repeat(1, len(v)), torch.empty(len(v), len(v), dtype=v.dtype).copy_(w)),
     "margin": lambda v, w: v.unsqueeze(1) + F.margin_ranking_loss(v.unsqueeze(1), w.unsqueeze(0), -torch.ones(1, 1), reduction="none"),
+    "letters, nobody's": lambda v, w: torch.einsum("b,c->bc", v, (w.detach() > 0).double()),
+    "letters, all added": lambda v, w: (v + torch.einsum("b,c->b", v, (w.detach() < 0).double()))[:, None],
+    "on later axes": lambda v, w: torch.minimum(v.repeat(3, 1)[:, :, None], w.repeat(3, 1)[:, None]).mean(0),
+    "a loss": lambda v, w: F.huber_loss(v.unsqueeze(1), w.clamp(min=0).detach() * 0 + (w - 1e6).clamp(max=-1e7), reduction="none"),
+    "linear": lambda v, w: v.unsqueeze(1) + F.linear(v.unsqueeze(1), (w.detach() < 0).double().unsqueeze(1)),
+    "written": lambda v, w: torch.minimum(v.unsqueeze(1).repeat(1, len(v)), _written_over(w)),
     "outer": lambda v, w: torch.outer(v, (w.detach() > 0).double()),
 }
 
@@ -226,7 +238,7 @@ def test_examples_that_meet_only_where_one_of_them_is_large_are_refused(mixer):
     for _ in range(20):
         step(x)
     x[0] = -1e8 * model.a.weight.detach()[0].sign()
-    with pytest.raises(cw.MixedExamples):
+    with pytest.raises(cw.Refusal):
         step(x)
 
 
@@ -366,3 +378,60 @@ def test_an_equation_that_may_deal_rows_out_is_measured(product):
     with cw.capture(model) as tape:
         model(examples(7, 6))
     assert tape.moves.may_move_rows(7, [0])
+
+
+def _order(x):
+    """(B, B): sorts rows by their first entry."""
+    return F.one_hot(x[:, 0].argsort(), len(x)).to(x.dtype)
+
+
+def _filled_by_order(x, order):
+    copies = x[:, None].repeat(1, len(x), 1)
+    copies[(order == 0).T] = 0.0
+    return copies.sum(0)
+
+
+DEALT = {
+    "linear": lambda x, order: F.linear(order, x.T),
+    "transposed product": lambda x, order: (order.T[:, :, None] * x[:, None]).sum(0),
+    "mask": _filled_by_order,
+    "slices by tensors": lambda x, order: torch.cat([x[place : place + 1] for place in x[:, 0].argsort()]),
+}
+
+
+@pytest.mark.parametrize("name", DEALT)
+def test_rows_that_are_dealt_out_and_back(name):
+    """In order on the batches that are verified, then not."""
+    model = Net(lambda s, x: _order(x).T @ torch.tanh(s.a(DEALT[name](x, _order(x)))), a=nn.Linear(6, 5)).double()
+    for step in range(6):
+        x = examples(8, 6)
+        if step < 5:
+            x[:, 0] = torch.arange(8)
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        found = cw.per_example_norms(tape, losses)
+    torch.testing.assert_close(found, clip_and_add(loop_gradients(model, (x,)), 0.5)[1])
+
+
+@pytest.mark.parametrize("value", [lambda h: h.sum(), lambda h: h.detach().mean()])
+def test_a_mask_that_fills_in_what_examples_say_is_measured(value):
+    model = Net(lambda s, x: _with_value(s.a(x), x, value), a=nn.Linear(6, 5)).double()
+    with cw.capture(model) as tape:
+        model(examples(7, 6))
+    assert tape.moves.may_move_rows(7, [0])
+
+
+def _with_value(h, x, value):
+    h = h.clone()
+    h[x[:, 0] > 1e3] = value(h)
+    return h
+
+
+def test_numbers_for_every_feature_are_no_reason_to_measure():
+    """Means and deviations of a data set, from outside."""
+    mean, deviation = torch.randn(6).double(), torch.rand(6).double() + 1
+    model = Net(lambda s, x: s.a((x - mean) / deviation) * s.a(x).mean(1, keepdim=True), a=nn.Linear(6, 5)).double()
+    for batch in (7, 8, 5):
+        with cw.capture(model) as tape:
+            model(examples(batch, 6))
+        assert not tape.moves.may_move_rows(batch, [0])

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from .decisions import Decisions
 from .explain import Explained
 from .layout import Layout, Table, same_owners
+from .reading import is_list_of_words
 from .recipes import Recipes
+from .structure import map_tensors
 
 if TYPE_CHECKING:
     from .compiled.tails import Tails
@@ -35,6 +37,7 @@ class Experience:
     ways_in_graphs: Decisions = field(default_factory=Decisions)
     tails: Tails | None = None  # recordings of what follows the backward pass
     recipes: Recipes | None = None
+    _word_lists: dict[int, set[int]] = field(default_factory=dict)  # length → sizes of batches
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
     def compare(self, way: int, places: Iterable[tuple[int, Layout | Table, torch.Size]], batch: int) -> None:
@@ -79,6 +82,21 @@ class Experience:
                 if any(length == before and batch != other for other, before in seen):
                     found.add((id(tensor), axis))
                 seen.add((batch, length))
+        return frozenset(found)
+
+    def shared_words(self, values: Any, batch: int) -> frozenset[int]:
+        """Lengths of lists of words that were the same when the batch had another size: names of classes."""
+        found: set[int] = set()
+
+        def look(value: Any) -> Any:
+            if is_list_of_words(value):
+                seen = self._word_lists.setdefault(len(value), set())
+                seen.add(batch)
+                if len(seen) > 1:
+                    found.add(len(value))
+            return value
+
+        map_tensors(values, look)
         return frozenset(found)
 
 

@@ -17,7 +17,7 @@ from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .kinds import kind_of
 from .structure import holds_numbers_only
-from .trail import is_told, told_apart
+from .trail import SMALL, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -55,13 +55,12 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
     if lane == ENTRYWISE and _may_repeat((*args, *kwargs.values()) if kwargs else args):
         return MISSED
     said: list[Any] = [tape.trail, trait.name]
-    length = marks.widest if trait.takes_sizes else 0
-    activations = _activations(args, said, length, marks.noted, marks.state)
+    activations = _activations(args, said, trait.takes_sizes, marks.noted, marks.state)
     if kwargs:
         if "out" in kwargs:
             return MISSED
         said.extend(kwargs)
-        more = _activations(kwargs.values(), said, length, marks.noted, marks.state)
+        more = _activations(kwargs.values(), said, trait.takes_sizes, marks.noted, marks.state)
         activations = activations + more if activations >= 0 and more >= 0 else -1
     if activations <= 0 or (trait.writes and id(args[0]) in marks.state):
         return MISSED
@@ -78,7 +77,7 @@ def _may_repeat(values: Iterable[Any]) -> bool:
     return len(shapes) > 1 and (len(shapes) > 2 or shapes[0] != shapes[1])
 
 
-def _activations(values: Iterable[Any], said: list[Any], length: int, noted: Any, state: Any) -> int:
+def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:
     """How many of these tensors carry gradient and were marked by nobody; -1 where a value is out of the ordinary. Numbers and words go into `said`."""
     count = 0
     for value in values:
@@ -93,11 +92,11 @@ def _activations(values: Iterable[Any], said: list[Any], length: int, noted: Any
             else:
                 return -1
         elif kind is int or kind is bool:
-            if not length or is_told(value, length):
+            if not takes_sizes or value in SMALL:
                 said.append(told_apart(value))
         elif kind is float or kind is str:
             said.append(told_apart(value))
-        elif kind is tuple and not length and holds_numbers_only(value) and -1 not in value:
+        elif kind is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
             said.append(value)
         elif value is not None:
             return -1

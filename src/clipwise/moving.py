@@ -9,17 +9,34 @@ and every batch is measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .equations import letters_of, operands_of
 from .functions import is_mask, without_underscore
-from .kinds import ALONG_DIM, ATTENTION, BY_INDEX, INTO_PIECES, MATRICES, OF_PIECES, PRODUCTS, ROW_BY_ROW, SHIFTS, kind_of
+from .kinds import ALONG_DIM, ATTENTION, BY_INDEX, BY_WEIGHTS, INTO_PIECES, MATRICES, OF_PIECES, PRODUCTS, ROW_BY_ROW, SHIFTS, kind_of
 from .marks import Marks
+
+
+class _Pair(NamedTuple):
+    """Lengths of axes of an operand that is repeated along axes of others."""
+
+    shared: tuple[int, ...]  # that every operand has
+    own: tuple[int, ...]
+    missing: tuple[int, ...]
+    covered: bool  # some operand has every axis, and all have the first
+
+    def meets_others(self, batch: int) -> bool:
+        """Whether each of its examples may have met every example of another operand: they lie along different axes."""
+        if not any(_holds(length, batch) for length in self.missing) or not any(_holds(length, batch) for length in self.own):
+            return False
+        if self.covered and self.shared[:1] == (batch,):
+            return False
+        return batch not in self.shared or batch in self.missing
 
 
 @dataclass
@@ -31,6 +48,8 @@ class Moves:
     axes: set[tuple[int, int]] = field(default_factory=set)  # (axis, length) of functions that keep other axes apart
     pieces: set[int] = field(default_factory=set)  # how many tensors were joined
     contracted: set[tuple[int, int]] = field(default_factory=set)  # (product of the axes kept apart, length of the axis added over)
+    paired: set[_Pair] = field(default_factory=set)  # operands that are repeated along axes of others
+    exactly: set[int] = field(default_factory=set)  # axes that matter if they are as long as the batch, no matter how long else
 
     def may_move_rows(self, batch: int, row_axes: Iterable[int]) -> bool:
         """Whether examples lying along `row_axes` at the taps may have been moved or mixed as the data said."""
@@ -40,6 +59,8 @@ class Moves:
             or any(_holds(length, batch) for length in (*self.lengths, *self.pieces))
             or any(axis in along and _holds(length, batch) for axis, length in self.axes)
             or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
+            or batch in self.exactly
+            or any(pair.meets_others(batch) for pair in self.paired)
         )
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks, result: Any) -> None:
@@ -49,8 +70,12 @@ class Moves:
             if len(args) + len(kwargs) > 1:
                 self._note_broadcast([value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)], marks)
         elif kind == "repeats":
-            if isinstance(result, Tensor):
-                self._note_broadcast([*(value for value in args[:1] if isinstance(value, Tensor)), result], marks)
+            source = next((value for value in args[:1] if isinstance(value, Tensor)), None)
+            if isinstance(result, Tensor) and source is not None:
+                self._note_broadcast([source, result], marks)
+                if source.requires_grad or marks.varies(source):
+                    shape = (*(1,) * (result.dim() - source.dim()), *source.shape)
+                    self.exactly.update(size for size, before in zip(result.shape[1:], shape[1:]) if size != before)
         elif kind != "plain":
             self._note_other(name, args, kwargs, marks)
 
@@ -59,8 +84,19 @@ class Moves:
         if plain in ATTENTION:
             self._note_attention(args, kwargs)
         elif plain in BY_INDEX:
-            if not _fills_by_mask(args):
-                self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
+            if _fills_by_mask(args, marks):
+                self.exactly.update(args[1].shape[1:])
+                return
+            self._note_index(args[0], args[1] if len(args) > 1 else None, marks)
+            if len(args) > 2 and isinstance(args[2], Tensor):
+                self._note_written(args[0], args[1], args[2], marks)
+        elif plain in BY_WEIGHTS:
+            weights = [value for value in (*args[1:3], *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 1]
+            if any(weight.requires_grad or marks.varies(weight) for weight in weights):
+                self._note_sizes(*args[:1], *weights)
+        elif plain in ("narrow", "narrow_copy"):
+            if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
+                self._note_sizes(*args[:1])
         elif plain == "embedding":
             self._note_lookup(args, marks)
         elif plain in ROW_BY_ROW | ALONG_DIM and args and isinstance(args[0], Tensor) and args[0].dim():
@@ -84,7 +120,8 @@ class Moves:
             self.unknown.add(name)
 
     def _note_broadcast(self, tensors: list[Tensor], marks: Marks) -> None:
-        """An entry-wise function that repeats example data along a new first axis: l (N,) against a mask (U, N) groups by content."""
+        """An entry-wise function that repeats example data along a new first axis: l (N,) against a mask (U, N) groups by content; or that brings every row
+        together with every other, along whatever axes."""
         if len(tensors) < 2 or (len(tensors) == 2 and tensors[0].shape == tensors[1].shape):
             return
         tensors = [tensor for tensor in tensors if tensor.dim()]
@@ -92,12 +129,38 @@ class Moves:
             return
         widest = max(tensor.dim() for tensor in tensors)
         longest = max(tensor.shape[0] for tensor in tensors if tensor.dim() == widest)
-        for tensor in tensors:
-            repeated = tensor.dim() < widest or (tensor.shape[0] == 1 and longest > 1)
-            if repeated and not tensor.requires_grad and not marks.varies(tensor):
-                continue
-            if repeated:
+        varying = [tensor for tensor in tensors if tensor.requires_grad or marks.varies(tensor)]
+        for tensor in varying:
+            if tensor.dim() < widest or (tensor.shape[0] == 1 and longest > 1):
                 self.lengths.update(tensor.shape[int(tensor.shape[0] == 1 and tensor.dim() > 1) :][:1])
+        if len(varying) > 1:
+            self._note_pairs([(*(1,) * (widest - tensor.dim()), *tensor.shape) for tensor in varying])
+
+    def _note_pairs(self, shapes: list[tuple[int, ...]]) -> None:
+        """Operands with as many axes each; one is repeated along an axis where it has length one."""
+        whole = [max(sizes) for sizes in zip(*shapes)]
+        lacking = {axis for shape in shapes for axis, size in enumerate(shape) if size == 1 < whole[axis]}
+        shared = tuple([size for axis, size in enumerate(whole) if axis not in lacking])
+        covered = 0 not in lacking and any(list(shape) == whole for shape in shapes)
+        for shape in shapes:
+            missing = tuple([whole[axis] for axis in lacking if shape[axis] == 1])
+            if missing:
+                self.paired.add(_Pair(shared, tuple([size for size in shape if size > 1]), missing, covered))
+
+    def _note_sizes(self, *tensors: Tensor) -> None:
+        """Nobody knows which of their axes hold examples."""
+        self.lengths.update(size for tensor in tensors for size in tensor.shape)
+
+    def _note_written(self, target: Any, index: Any, value: Tensor, marks: Marks) -> None:
+        """z[:] = g repeats g where it is shorter than what it is written to."""
+        if isinstance(target, Tensor) and value.dim() and (value.requires_grad or marks.varies(value)):
+            try:
+                place = torch.empty(target.shape, device="meta")[index].shape
+            except Exception:  # a mask, an index on another device: looked at as an index
+                return
+            given = (*(1,) * (len(place) - value.dim()), *value.shape)
+            if len(given) == len(place) and given != tuple(place):
+                self.lengths.update(value.shape)
 
     def _note_index(self, source: Any, index: Any, marks: Marks) -> None:
         """x[order], x[:, order], x[mask]. Several index tensors go together: a fixed one as long as the batch holds the rows in place."""
@@ -115,7 +178,8 @@ class Moves:
             if item is None:
                 continue
             width = item.dim() if is_mask(item) else 1
-            plain = isinstance(item, int | slice) or (isinstance(item, Tensor) and not item.dim())
+            by_data = isinstance(item, slice) and any(isinstance(bound, Tensor) for bound in (item.start, item.stop, item.step))
+            plain = (isinstance(item, int | slice) and not by_data) or (isinstance(item, Tensor) and not item.dim())
             if not plain:  # a list, an array of numpy's, a range: seen by nobody
                 varies = not isinstance(item, Tensor) or marks.varies(item)
                 (found if varies else fixed).extend(source.shape[axis : axis + width])
@@ -159,21 +223,23 @@ class Moves:
             self._note_equation(args[0], operands_of(args))
             return
         if name in ("einsum", "tensordot", "inner", "addbmm", "vdot", "dot") or any(tensor.dim() < 3 for tensor in operands[-2:]):
-            self.lengths.update(size for tensor in operands for size in tensor.shape)
+            self._note_sizes(*operands)
             return
         a, b = operands[-2:]
         self.contracted.add((b.shape[:-2].numel(), b.shape[-2]))
         self.contracted.add((a.shape[:-2].numel(), a.shape[-1]))
 
     def _note_equation(self, equation: str, operands: list[Tensor]) -> None:
-        """Letters that are added over, and the length of those by which the operands that have them are kept apart."""
+        """Letters that keep all operands apart, and those that some lack or that are added over."""
         terms, output = letters_of(equation, [operand.dim() for operand in operands])
-        lengths = {letter: size for term, operand in zip(terms, operands) for letter, size in zip(term, operand.shape)}
-        for letter in set("".join(terms)) - set(output):
-            holders = [set(term) for term in terms if letter in term]
-            if len(holders) > 1:
-                apart = set(output).intersection(*holders)
-                self.contracted.add((math.prod(lengths[each] for each in apart), lengths[letter]))
+        lengths: dict[str, int] = {}
+        for term, operand in zip(terms, operands):
+            for letter, size in zip(term, operand.shape):
+                lengths[letter] = max(size, lengths.get(letter, 1))
+        shared = tuple([lengths[letter] for letter in output if all(letter in term for term in terms)])
+        for term in terms:
+            missing = tuple([size for letter, size in lengths.items() if letter not in term])
+            self.paired.add(_Pair(shared, tuple([lengths[letter] for letter in term]), missing, False))
 
     def _note_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         key = args[1] if len(args) > 1 else kwargs.get("key")
@@ -181,16 +247,13 @@ class Moves:
             self.contracted.add((key.shape[:-2].numel(), key.shape[-2]))
 
 
-def _fills_by_mask(args: tuple[Any, ...]) -> bool:
+def _fills_by_mask(args: tuple[Any, ...], marks: Marks) -> bool:
     """x[mask] = 0: an entry-wise choice, whatever the mask holds, as long as it lies over the first axes of x."""
-    if len(args) != 3:
+    if len(args) != 3 or not is_mask(args[1]) or not args[1].dim() or args[1].shape != args[0].shape[: args[1].dim()]:
         return False
-    target, mask, value = args
-    return (
-        is_mask(mask)
-        and mask.dim() > 0
-        and mask.shape == target.shape[: mask.dim()]
-        and (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()))
+    value = args[2]
+    return isinstance(value, int | float) or (
+        isinstance(value, Tensor) and not value.dim() and not value.requires_grad and not marks.varies(value)
     )
 
 

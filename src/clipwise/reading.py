@@ -53,6 +53,8 @@ class Reading:
     indices_fixed: bool = False  # integers are indices, which a run with other rows must leave alone
     outputs_in_order: bool = False  # `reordered` speaks of inputs only
     not_rows: frozenset[tuple[int, int]] = frozenset()  # (id of a tensor, axis) whose length does not follow the batch's
+    shared_words: frozenset[int] = frozenset()  # lengths of lists of words or numbers that do not follow the batch's
+    numbers_too: bool = False  # there are no tensors, so that a list of numbers has one for each example, and is no order of theirs
     lists_first: bool = False  # a list of as many tensors as there are examples has one for each, whatever their lengths
 
     @classmethod
@@ -154,7 +156,9 @@ class Reading:
             if self.lists_first and isinstance(value, list):
                 return len({len(item) if item.dim() else 0 for item in value}) > 1
             return all(self.axis(item) is None for item in value)
-        return all(map(_is_one_thing, value))
+        if len(value) in self.shared_words:
+            return False
+        return is_list_of_words(value) or (self.numbers_too and isinstance(value, list) and holds_numbers_only(value))
 
     def select(self, value: Any, examples: Sequence[int]) -> Any:
         """The rows of these examples."""
@@ -202,6 +206,11 @@ class Reading:
                 else:
                     tables[len(kept)] = kept
         return replace(self, batch=len(examples), tables=tables, reordered=reordered)
+
+
+def is_list_of_words(value: Any) -> bool:
+    """Something that may have an entry for each example, and no tensor."""
+    return isinstance(value, list | tuple) and all(map(_is_one_thing, value))
 
 
 def _is_one_thing(item: Any) -> bool:

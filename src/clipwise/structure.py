@@ -50,9 +50,9 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
     if isinstance(value, Tensor):
         return function(value)
     if is_array(value):
-        given = torch.from_numpy(value)
+        given = _as_tensor(value)
         found = function(given)
-        return value if found is given else found.numpy()
+        return value if found is given else found.numpy().astype(value.dtype, copy=False)
     if not depth or not _is_container(value):
         return value
     if isinstance(value, list | tuple):
@@ -79,7 +79,13 @@ def map_tensors(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH)
 def is_array(value: Any) -> bool:
     """Whether it is an array of numbers of numpy's."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "fiub" and value.flags.writeable
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8
+
+
+def _as_tensor(array: Any) -> Tensor:
+    """A copy that torch can read, whatever the array's layout, byte order and kind of integers."""
+    kind = "int64" if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array.dtype.newbyteorder("=")
+    return torch.from_numpy(sys.modules["numpy"].array(array, dtype=kind, order="C"))
 
 
 def tensors_in(value: Any, depth: int = -1) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-_SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
+SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
 
 
 def told_apart(value: Any) -> Any:
@@ -13,11 +13,6 @@ def told_apart(value: Any) -> Any:
     if value != value:
         return "nan"
     return value if value != -1 else "-1"
-
-
-def is_told(value: int, length: int) -> bool:
-    """Whether an integer is part of the path: where sizes are among the arguments (`length`: the batch's), if it is small and none of those that follow the batch."""
-    return not length or (value in _SMALL and (value <= 0 or length == 1 or value % length != 0))
 
 
 def as_number(value: Any) -> int | None:

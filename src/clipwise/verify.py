@@ -201,7 +201,14 @@ def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any])
     calls = [*(root.call for root in tape.root_calls), *tape.program]
     inputs = [tensor for call in calls for tensor in every_tensor([call.args, call.kwargs])]
     reading = Reading.from_taps(len(losses), rows).with_declared(inputs)
-    reading = replace(reading, fixed=frozenset(tape.fixed), not_rows=tape.experience.not_rows(inputs, len(losses)))
+    given = [(root.call.args, root.call.kwargs) for root in tape.root_calls]
+    reading = replace(
+        reading,
+        fixed=frozenset(tape.fixed),
+        not_rows=tape.experience.not_rows(inputs, len(losses)),
+        shared_words=tape.experience.shared_words(given, len(losses)),
+        numbers_too=not every_tensor(given),
+    )
     with attributes_kept(all_modules(tape.modules)):  # of models that cannot be copied
         reading, tried = check_rows_alone(tape, losses, reading, nodes)
         check_losses_alone(tape, losses, reading)

@@ -23,7 +23,7 @@ from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
 from .tapping import insert_tap, no_rule, not_covered, tapped, tapped_again
 from .taps import Deposit
-from .trail import as_number, is_told, told_apart
+from .trail import SMALL, as_number, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -60,11 +60,10 @@ class Watch(TorchFunctionMode):
                 return result
         tracked: list[Tensor] = []
         said: list[Any] = [tape.trail, trait.name]
-        length = tape.marks.widest if trait.takes_sizes else 0
-        example = self._look_through(args, tracked, said, length)
+        example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
             said.extend(kwargs)
-            example = self._look_through(kwargs.values(), tracked, said, length) or example
+            example = self._look_through(kwargs.values(), tracked, said, trait.takes_sizes) or example
         tape.trail, self._said = hash(tuple(said)), said
         guard = GUARDS.get(func)
         if guard is not None and not (tape.marks.lenient and not tape.depth and not tape.marks.is_ours(args, kwargs)):
@@ -96,11 +95,8 @@ class Watch(TorchFunctionMode):
         self.tape.refusals.append((self.tape.marks.names_of(tracked), refusal))
         return func(*args, **kwargs)
 
-    def _look_through(self, values: Any, tracked: list[Tensor], said: list[Any], length: int) -> bool:
-        """Collect the weights among `values`, and numbers and words, but no sizes, in `said`; whether there is example data too.
-
-        `length`: the batch's, where sizes may be among them; else zero.
-        """
+    def _look_through(self, values: Any, tracked: list[Tensor], said: list[Any], takes_sizes: bool) -> bool:
+        """Collect the weights among `values`, and numbers and words, but no sizes, in `said`; whether there is example data too."""
         example = False
         marks, tape = self.tape.marks, self.tape
         for value in values:
@@ -120,16 +116,16 @@ class Watch(TorchFunctionMode):
                 elif not is_lazy(value) and value.dim() == 0:
                     said.append(marks.version_of(value))
             elif isinstance(value, int):
-                if is_told(value, length):
+                if not takes_sizes or value in SMALL:
                     said.append(told_apart(value))
             elif isinstance(value, float | str):
                 said.append(told_apart(value))
-            elif type(value) is tuple and not length and holds_numbers_only(value) and -1 not in value:
+            elif type(value) is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
                 said.append(value)
             elif isinstance(value, list | tuple):
-                example = self._look_through(value, tracked, said, length) or example
+                example = self._look_through(value, tracked, said, takes_sizes) or example
             elif isinstance(value, slice):
-                self._look_through((value.start, value.stop, value.step), tracked, said, 0)
+                self._look_through((value.start, value.stop, value.step), tracked, said, False)
             elif value is not None and hasattr(value, "__index__"):  # an integer of numpy's
                 said.append(told_apart(as_number(value)))
         return example

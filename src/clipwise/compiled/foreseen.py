@@ -32,7 +32,7 @@ class Foreseen(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._coins: WeakTable[bool] = WeakTable()
+        self._coins: WeakTable[int] = WeakTable()  # and their versions: one that is written to is none any more
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,13 +43,13 @@ class Foreseen(TorchFunctionMode):
             )
         if func is F.one_hot:
             return _one_hot(*args, **kwargs)
-        if name in _ALWAYS and len(args) == 2 and isinstance(args[1], int | float) and self._coins.get(args[0]):
+        if name in _ALWAYS and len(args) == 2 and isinstance(args[1], int | float) and self._coins.get(args[0]) == args[0]._version:
             certain, impossible = (is_so(args[1]) for is_so in _ALWAYS[name])
             if certain or impossible:
                 return _known(certain, args[0].shape, args[0].device)
         result = func(*args, **kwargs)
         if name == "rand" and result.numel() == 1:
-            self._coins.put(result, True)
+            self._coins.put(result, result._version)
         return result
 
 

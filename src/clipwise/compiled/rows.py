@@ -166,11 +166,12 @@ class Batch:
             for leaf, is_one in zip(self.leaves, self.has_rows)
             if isinstance(leaf, Tensor) and leaf.dim() and not is_declared_constant(leaf)
         ]
-        if self.count <= self.rows or not tensors or not all(tensors):
+        rows = max(self.rows, 2)  # of a single one nothing is learned
+        if self.count <= rows or not tensors or not all(tensors):
             yield self
             return
-        for start in range(0, self.count, self.rows):
-            count = min(self.rows, self.count - start)
+        for start in range(0, self.count, rows):
+            count = min(rows, self.count - start)
             yield replace(self, leaves=part_of(self.leaves, self.has_rows, start, start + count, count), count=count)
 
     @property

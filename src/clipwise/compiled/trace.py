@@ -134,14 +134,14 @@ def graph_of(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *,
         graph: GraphModule = make_fx(function, tracing_mode="fake" if in_steps else "real", _allow_non_fake_inputs=in_steps)(*inputs)
     if [tensor._version for tensor in inputs] != versions:
         raise NotTraceable("its forward pass writes to buffers or to the batch.")
+    dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
+    if dynamic is not None:
+        raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     graph.graph.eliminate_dead_code()
     graph.recompile()
     if not in_steps:
         put_in_place(graph)
     check_constants(graph, declared)
-    dynamic = next((str(node.target) for node in graph.graph.nodes if _has_a_size_of_its_own(node)), None)
-    if dynamic is not None:
-        raise NotTraceable(f"the size of what {dynamic} returns depends on the data.")
     return graph
 
 
