@@ -143,7 +143,7 @@ def _hugging_face(kind, **options):
     return getattr(transformers, f"{kind}ForSequenceClassification")(config).double()
 
 
-def _trained_on_text(model, data, losses_of, *, compiled):
+def trained_on_batches(model, data, losses_of, *, compiled):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = cw.PrivacyPlan(
         dataset_size=60, batch_size=12, steps=9, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=1.0, sampler="shuffle"
@@ -171,10 +171,10 @@ def test_text_models_with_masks(kind, masked):
         return F.cross_entropy(model(input_ids=ids, **given).logits, labels, reduction="none")
 
     data = text(masked)
-    expected, _ = _trained_on_text(_hugging_face(kind), data, losses_of, compiled=False)
+    expected, _ = trained_on_batches(_hugging_face(kind), data, losses_of, compiled=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="this step is not compiled")
-        found, step = _trained_on_text(_hugging_face(kind), data, losses_of, compiled=True)
+        found, step = trained_on_batches(_hugging_face(kind), data, losses_of, compiled=True)
     assert len(step.graphs.variants) == 1
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
 
