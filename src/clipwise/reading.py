@@ -107,7 +107,7 @@ class Reading:
         if any(not tensor.is_floating_point() for tensor in tensors):
             found += [replace(reading, indices_fixed=True) for reading in ragged]
         by_lists = replace(straight, lists_first=True)
-        return [*found, by_lists] if by_lists.has_rows(values) and not straight.has_lists(values) and by_lists.has_lists(values) else found
+        return [*found, by_lists] if by_lists.has_lists(values) and not straight.has_lists(values) else found
 
     def has_rows(self, values: Any) -> bool:
         """Whether there is anything to exchange in these inputs. A test in which nothing was exchanged has shown nothing."""
@@ -116,7 +116,7 @@ class Reading:
         )
 
     def has_lists(self, values: Any) -> bool:
-        return self._finds(values, lambda value: self.is_list_of_examples(value))
+        return self._finds(values, self.is_list_of_examples)
 
     def _finds(self, values: Any, is_one: Callable[[Any], bool]) -> bool:
         found = False
