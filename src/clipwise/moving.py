@@ -73,7 +73,7 @@ class Moves:
             source = next((value for value in args[:1] if isinstance(value, Tensor)), None)
             if isinstance(result, Tensor) and source is not None:
                 self._note_broadcast([source, result], marks)
-                if source.requires_grad or marks.varies(source):
+                if _varies(source, marks):
                     shape = (*(1,) * (result.dim() - source.dim()), *source.shape)
                     self.exactly.update(size for size, before in zip(result.shape[1:], shape[1:]) if size != before)
         elif kind != "plain":
@@ -92,7 +92,7 @@ class Moves:
                 self._note_written(args[0], args[1], args[2], marks)
         elif plain in BY_WEIGHTS:
             weights = [value for value in (*args[1:3], *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 1]
-            if any(weight.requires_grad or marks.varies(weight) for weight in weights):
+            if any(_varies(weight, marks) for weight in weights):
                 self._note_sizes(*args[:1], *weights)
         elif plain in ("narrow", "narrow_copy"):
             if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
@@ -129,7 +129,7 @@ class Moves:
             return
         widest = max(tensor.dim() for tensor in tensors)
         longest = max(tensor.shape[0] for tensor in tensors if tensor.dim() == widest)
-        varying = [tensor for tensor in tensors if tensor.requires_grad or marks.varies(tensor)]
+        varying = [tensor for tensor in tensors if _varies(tensor, marks)]
         for tensor in varying:
             if tensor.dim() < widest or (tensor.shape[0] == 1 and longest > 1):
                 self.lengths.update(tensor.shape[int(tensor.shape[0] == 1 and tensor.dim() > 1) :][:1])
@@ -153,7 +153,7 @@ class Moves:
 
     def _note_written(self, target: Any, index: Any, value: Tensor, marks: Marks) -> None:
         """z[:] = g repeats g where it is shorter than what it is written to."""
-        if isinstance(target, Tensor) and value.dim() and (value.requires_grad or marks.varies(value)):
+        if isinstance(target, Tensor) and value.dim() and _varies(value, marks):
             try:
                 place = torch.empty(target.shape, device="meta")[index].shape
             except Exception:  # a mask, an index on another device: looked at as an index
@@ -217,7 +217,7 @@ class Moves:
         """A product of two tensors from the data, which may be a permutation of rows."""
         operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         operands += [item for value in args if isinstance(value, list | tuple) for item in value if isinstance(item, Tensor)]
-        if sum(tensor.requires_grad or marks.varies(tensor) for tensor in operands) < 2:
+        if sum(_varies(tensor, marks) for tensor in operands) < 2:
             return
         if name == "einsum" and isinstance(args[0], str):
             self._note_equation(args[0], operands_of(args))
@@ -252,9 +252,12 @@ def _fills_by_mask(args: tuple[Any, ...], marks: Marks) -> bool:
     if len(args) != 3 or not is_mask(args[1]) or not args[1].dim() or args[1].shape != args[0].shape[: args[1].dim()]:
         return False
     value = args[2]
-    return isinstance(value, int | float) or (
-        isinstance(value, Tensor) and not value.dim() and not value.requires_grad and not marks.varies(value)
-    )
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim() and not _varies(value, marks))
+
+
+def _varies(tensor: Tensor, marks: Marks) -> bool:
+    """Whether it holds another thing in every step; what carries gradient need not be looked up."""
+    return tensor.requires_grad or marks.varies(tensor)
 
 
 def _holds(length: int, batch: int) -> bool:

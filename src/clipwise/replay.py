@@ -73,6 +73,7 @@ class _Replay:
             ends = [end for end in loose_ends(program) if end.is_floating_point() and end.dim() and len(end) == len(losses)]
             self.targets = ends
             self.calls = leading_to(program, ends)
+        self.made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
         self.shared = self._shared()
         self.inputs = self._inputs()
         self.last_used = self._last_used()
@@ -102,9 +103,8 @@ class _Replay:
 
     def _inputs(self) -> list[Tensor]:
         """What comes from outside."""
-        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
         found = [tensor for call in self.calls for tensor in every_tensor([call.args, call.kwargs])]
-        return [tensor for tensor in found if id(tensor) not in made and id(tensor) not in self.shared]
+        return [tensor for tensor in found if id(tensor) not in self.made and id(tensor) not in self.shared]
 
     def names(self) -> str:
         functions = [call.func for call in self.calls]
@@ -114,7 +114,6 @@ class _Replay:
         """Tensors from outside with an entry a class rather than an example: class weights, and tables that are looked up by what the examples say. Only those
         that do nothing else: a table made of the batch itself, or of what goes through a module, is no table of classes.
         """
-        made = {id(tensor) for call in self.calls for tensor in every_tensor(call.result)}
         tables: set[int] = set()
         others = {id(target) for target in self.targets}
         for call in reversed(self.calls):
@@ -124,7 +123,7 @@ class _Replay:
             )
             for tensor in every_tensor([call.args, call.kwargs]):
                 (tables if is_table or id(tensor) in looked_up else others).add(id(tensor))
-        return tables - others - made
+        return tables - others - self.made
 
     def _looked_up(self, call: ProgramCall) -> set[int]:
         """Arguments that are tables."""

@@ -109,7 +109,7 @@ _unchecked = Switch(torch.distributions.Distribution, "_validate_args", False)
 @contextlib.contextmanager
 def told_to_be_compiled() -> Iterator[None]:
     """Inside this block torch.compiler.is_compiling() says yes: models then keep from deciding by what is in their tensors. Nor do distributions look
-    whether their arguments can be (a scale that is not positive gives losses that are not finite, and those count for nothing).
+    whether their arguments can be: what comes of those that cannot is clipped as anything else is, or not finite, and then counts for nothing.
 
     The steps that verify a model run so too where it is compiled later, or it would take another way than the one that is traced.
     """
