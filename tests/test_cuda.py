@@ -211,6 +211,18 @@ def test_a_loss_that_is_scaled_later_is_noticed_one_step_later():
     private.close()
 
 
+def test_a_gradient_that_the_device_has_yet_to_compute_is_refused():
+    """Numbers that are sent to the host without waiting are read too early there: what lay in that memory before, zeros say."""
+    private, model, optimizer, losses = cuda_training(dtype=torch.float64)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    private.loss(losses()).backward()
+    torch.cuda._sleep(10**9)
+    with pytest.raises(cw.ForeignGradient, match="was not zero"):
+        optimizer.step()
+    private.close()
+
+
 def test_a_stale_gradient_is_refused():
     private, model, optimizer, losses = cuda_training()
     sum(p.square().sum() for p in model.parameters()).backward()
@@ -292,6 +304,28 @@ def test_noise_of_a_replayed_update_is_new_every_time_and_of_the_right_size():
     for one, other in itertools.pairwise(values):
         assert abs(float((one * other).mean())) < 6 / values.shape[1] ** 0.5
     private.close()
+
+
+@pytest.mark.parametrize("in_passing", [False, True])
+def test_the_first_replay_draws_from_its_own_seed(in_passing, monkeypatch):
+    """Torch puts the seed of the recording in place on the recording's stream, and that of a replay on the caller's: where the first came last, noise was
+    drawn from the seed that every generator of torch begins with."""
+    from clipwise.compiled.recording import captured, captured_in_passing, recording_stream
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator, found = torch.Generator(device).manual_seed(1), []
+    torch.randn(9, device=device)
+    for name in ("synchronize", "empty_cache"):  # torch calls them before a recording, and waits
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    with torch.cuda.stream(recording_stream(device)):
+        torch.cuda._sleep(10**9)  # a device that is busy
+    record = captured_in_passing if in_passing else captured
+    replay = record(lambda: found.append(torch.randn(1000, generator=generator, device=device)), device, [generator])
+    generator.manual_seed(2)
+    replay()
+    monkeypatch.undo()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], torch.randn(1000, generator=torch.Generator(device).manual_seed(2), device=device))
 
 
 @pytest.mark.filterwarnings("ignore")

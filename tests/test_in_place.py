@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -410,11 +411,12 @@ class BrokenOff:
 
 
 def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
-    ended = []
+    ended, waited = [], []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(recording_module, "recording_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(recording_module, "recording_stream", lambda device: "of recordings")
     monkeypatch.setattr(recording_module, "_begin_with_libraries", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
     with pytest.raises(RuntimeError, match="previous error"):
@@ -423,6 +425,7 @@ def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(BrokenOff, "capture_end", lambda self: None)
     _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
     assert torch.equal(found, torch.full((2,), 2.0)) and len(ended) == 1
+    assert waited == ["of recordings"], "replays come after what torch has started there"
 
 
 def test_after_a_recording_that_failed_no_other_is_tried(stage, monkeypatch):

@@ -147,6 +147,13 @@ def test_a_recording_that_is_made_again_does_not_see_the_callers_autocast(monkey
     assert seen == [(False, False)]
 
 
+def test_generators_of_a_graph_begin_where_nobody_can_know():
+    """Torch gives every new one the same seed; noise that was drawn before another is set would be known to all."""
+    made = [update._Registered([("noise", False), ("by a kernel", True)], torch.device("cpu")) for _ in range(2)]
+    seeds = [(one.generators["noise"].initial_seed(), int(one.seed("by a kernel", 0))) for one in made]
+    assert len({torch.Generator().initial_seed(), 0, *seeds[0], *seeds[1]}) == 6
+
+
 def test_several_rounds_and_several_optimizers(recordings):
     assert_same(OPTIMIZERS["adam"], rows=5)
     assert len(recordings) == 1

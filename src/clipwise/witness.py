@@ -37,7 +37,7 @@ class Witness:
     def __init__(self, name_of: Callable[[Tensor], str]):
         self._name_of = name_of
         self._seen: dict[int, _Seen] = {}
-        self._must_be_zero: list[tuple[Tensor, Tensor]] = []  # parameter, largest entry of the gradient it had before
+        self._must_be_zero: list[tuple[Tensor, Tensor]] = []  # parameter, whether the gradient it had before was anything else
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
         """A backward pass of ours is about to add these gradients to those of the parameters."""
@@ -56,7 +56,7 @@ class Witness:
         grad = parameter.grad
         if grad is not None and grad.numel():
             largest = grad.coalesce().values() if grad.is_sparse else grad
-            self._must_be_zero.append((parameter, largest.detach().abs().amax()))
+            self._must_be_zero.append((parameter, largest.detach().abs().amax() != 0))
         return _Seen(grad, grad._version if grad is not None else 0)
 
     def _is_as_left(self, parameter: Tensor, seen: _Seen, extra: int) -> bool:
@@ -83,9 +83,10 @@ class Witness:
             elif not self._is_as_left(parameter, seen, extra=int(unscaled)):
                 raise self._refusal(parameter)
         if self._must_be_zero:
-            found = torch.stack([largest.to("cpu", torch.float64, non_blocking=True) for _, largest in self._must_be_zero])
-            for (parameter, _), value in zip(self._must_be_zero, found.tolist()):
-                if value != 0:
+            parameters, found = zip(*self._must_be_zero)
+            together = torch.stack([was_something.to(found[0].device) for was_something in found])
+            for parameter, was_something in zip(parameters, together.tolist()):  # which waits for the device
+                if was_something:
                     raise ForeignGradient(
                         f"{self._name_of(parameter)}.grad was not zero before the private loss added to it.",
                         f"{_ZERO_GRAD} {_ONLY_PRIVATE}",

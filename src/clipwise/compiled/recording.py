@@ -26,7 +26,14 @@ def captured(run: Callable[[], None], device: torch.device, generators: Sequence
         graph.register_generator_state(generator)
     with torch.cuda.device(device), torch.cuda.graph(graph, stream=recording_stream(device), capture_error_mode="thread_local"):
         run()
+    _wait_for_recording(device)
     return graph.replay
+
+
+def _wait_for_recording(device: torch.device) -> None:
+    """Replays come after what torch has started on the stream of the recording: it puts there where generators begin, and so does every replay, on its
+    own. One that came first would draw from a seed of before."""
+    torch.cuda.current_stream(device).wait_stream(recording_stream(device))
 
 
 @lru_cache
@@ -81,6 +88,7 @@ def captured_in_passing(
             with contextlib.suppress(Exception):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
             raise
+    _wait_for_recording(device)
     return graph.replay
 
 

@@ -47,6 +47,7 @@ class _Registered:
     def __init__(self, draws: list[tuple[str, bool]], device: torch.device):
         self._seeds = {purpose: torch.zeros((), dtype=torch.int64, device=device) for purpose, by_kernel in draws if by_kernel}
         self.generators = {purpose: torch.Generator(device) for purpose, by_kernel in draws if not by_kernel}
+        self.begin(Fast(), 0)  # torch gives every generator the same seed
 
     def begin(self, randomness: Fast | Reproducible, step: int) -> None:
         """Start where nobody can know, before every replay. (Copied from the host, seeds would wait for what the device is doing.)"""
