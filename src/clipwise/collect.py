@@ -61,11 +61,16 @@ class Route:
 
 def route_to(tape: Tape, losses: Tensor) -> Route:
     way = hash((fingerprint(losses), tape.trail, tuple(tape.marks.trainable())))
-    known = tape.experience.layouts.get(way, {})
-    odd = [key for key, shape in tape.created.items() if key not in known or not known[key].fits(shape, len(losses))]
+    experience, batch = tape.experience, len(losses)
+    known = experience.layouts.get(way, {})
+    if known and experience.has_fitted(way, batch, tape.created):
+        return Route(way, known)
+    odd = [key for key, shape in tape.created.items() if key not in known or not known[key].fits(shape, batch)]
     if odd and known:  # an output that the losses do not use has no gradient to be placed
         behind = taps_behind(losses)
         odd = [key for key in odd if key in behind]
+    elif known:
+        experience.fit(way, batch, tape.created)
     return Route(way, known if known and not odd else None)
 
 

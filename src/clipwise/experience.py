@@ -37,6 +37,7 @@ class Experience:
     ways_in_graphs: Decisions = field(default_factory=Decisions)
     tails: Tails | None = None  # recordings of what follows the backward pass
     recipes: Recipes | None = None
+    _fitted: tuple[Any, ...] | None = None  # the last taps whose examples lie where they are known to lie
     _word_lists: dict[int, set[int]] = field(default_factory=dict)  # length → sizes of batches
     _lengths: dict[tuple[int, ...], set[tuple[int, int]]] = field(default_factory=dict)  # (inputs, which, axis) → {(batch, length)}
 
@@ -48,6 +49,14 @@ class Experience:
             if layout is not None and layout.fits(shape, batch) and not same_owners(layout, place, shape, batch):
                 del known[key]
                 self.revision += 1
+
+    def fit(self, way: int, batch: int, created: dict[int, torch.Size]) -> None:
+        """What is known of this way fits all taps that were made, with so many examples."""
+        self._fitted = way, self.revision, batch, created
+
+    def has_fitted(self, way: int, batch: int, created: dict[int, torch.Size]) -> bool:
+        """Whether that was found of the last ones, and these are like them."""
+        return self._fitted is not None and self._fitted == (way, self.revision, batch, created)
 
     def recipes_for(self, labels: Mapping[int, Any]) -> Recipes:
         """Those of the last tape, if it met the same parameters."""

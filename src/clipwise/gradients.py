@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,8 @@ class ExampleGradients:
         self._experience = tape.experience
         decisions = tape.experience.ways_in_graphs if is_tracing_in_one() else tape.experience.ways
         self._deciding = Deciding(decisions, decisions.budget(device) if is_last else MemoryBudget.on(device), is_known=is_known)
-        self._awaited = dict(tape.taps_of) if is_last and not tape.needs_graph and not tape.computes_again else {}  # taps of a parameter
+        measures_early = is_last and not tape.needs_graph and not tape.computes_again
+        self._awaited = Counter(key for keys in tape.tapped for key in keys) if measures_early else {}  # taps of a parameter
         self._direct: dict[int, list[Factor]] = {}
         self._indirect: dict[int, tuple[Tensor, list[Factor]]] = {}
         self._sums: dict[int, FactorSum | PartSum] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,30 +23,50 @@ def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for root in modules:
         for path, module in named_modules(root):
             attributes = module.__dict__
-            for name in own_names(attributes):
+            names, values_of = _own(attributes)
+            if _HARMLESS.issuperset(map(type, values_of(attributes))):
+                continue  # numbers, words, configurations: what most modules hold
+            for name in names:
                 value = attributes[name]
                 kind: Any = type(value)
-                if kind in PLAIN or ((kind is tuple or kind is list) and holds_numbers_only(value)):
-                    continue  # most attributes: numbers, sizes, paddings
+                if kind in _HARMLESS or ((kind is tuple or kind is list) and holds_numbers_only(value)):
+                    continue
                 if _may_hold(kind):
                     for tensor in tensors_in(value, _DEPTH):
                         yield (f"{path}.{name}" if path else name), tensor
+                elif len(_HARMLESS) < _MOST:
+                    _HARMLESS.add(kind)
 
 
-@lru_cache(_MOST)
-def _may_hold(kind: Any) -> bool:
+_HARMLESS: set[Any] = set(PLAIN)  # types of which no attribute holds a tensor that is looked for
+
+
+def _may_hold(kind: type) -> bool:
     """Whether attributes of this type may hold tensors that are looked for."""
     return issubclass(kind, Tensor | list | tuple | dict)
 
 
 def own_names(attributes: dict[str, object]) -> tuple[str, ...]:
     """Of the attributes of a module, those that not every module has: a matter of names, which most modules have in common with others."""
-    return _not_common(tuple(attributes))
+    return _own(attributes)[0]
 
 
-@lru_cache(_MOST)
-def _not_common(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple([name for name in names if name not in _OWN])
+def _own(attributes: dict[str, object]) -> tuple[tuple[str, ...], Callable[[dict[str, object]], Any]]:
+    """Those names, and what finds their values."""
+    key = tuple(attributes)
+    found = _NAMES.get(key)
+    if found is None:
+        names = tuple([name for name in key if name not in _OWN])
+        if len(_NAMES) >= _MOST:
+            _NAMES.clear()
+        found = _NAMES[key] = (
+            names,
+            operator.itemgetter(*names, *names[:1]) if names else lambda attributes: (),
+        )  # of one it would find no tuple
+    return found
+
+
+_NAMES: dict[tuple[str, ...], tuple[tuple[str, ...], Callable[[dict[str, object]], Any]]] = {}
 
 
 def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor], bool]) -> None:

@@ -17,7 +17,7 @@ from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .kinds import kind_of
 from .structure import holds_numbers_only
-from .trail import SMALL, told_apart
+from .trail import SMALL, further, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -54,7 +54,7 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
         return MISSED
     if lane == ENTRYWISE and _may_repeat((*args, *kwargs.values()) if kwargs else args):
         return MISSED
-    said: list[Any] = [tape.trail, trait.name]
+    said: list[Any] = [trait.name]
     activations = _activations(args, said, trait.takes_sizes, marks.noted, marks.state)
     if kwargs:
         if "out" in kwargs:
@@ -64,7 +64,7 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
         activations = activations + more if activations >= 0 and more >= 0 else -1
     if activations <= 0 or (trait.writes and id(args[0]) in marks.state):
         return MISSED
-    tape.trail = hash(tuple(said))
+    tape.trail = further(tape.trail, said)
     result = func(*args, **kwargs)
     if type(result) is not Tensor or not result.requires_grad:
         marks.mark_example(result)
@@ -73,8 +73,16 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
 
 def _may_repeat(values: Iterable[Any]) -> bool:
     """Whether one of several tensors may be repeated along an axis of another."""
-    shapes = [value.shape for value in values if isinstance(value, Tensor)]
-    return len(shapes) > 1 and (len(shapes) > 2 or shapes[0] != shapes[1])
+    first: torch.Size | None = None
+    count = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            count += 1
+            if count == 1:
+                first = value.shape
+            elif count > 2 or value.shape != first:
+                return True
+    return False
 
 
 def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, noted: Any, state: Any) -> int:

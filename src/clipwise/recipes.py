@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .marks import CONSTANT, EXAMPLE, Marks
-from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
+from .registry import INSIDE, REWRITES, SPREADS, Rule, Use
 from .structure import PLAIN, holds_numbers_only
 from .taps import Slot, slot
 
@@ -18,11 +18,11 @@ class Recipe:
 
     __slots__ = (
         "_count",
-        "_fixed",
         "_names",
         "_others",
+        "_plain",
         "_weights",
-        "labels",
+        "leads_to",
         "others",
         "parameters",
         "read",
@@ -34,28 +34,28 @@ class Recipe:
 
     def __init__(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks):
         self.rule = rule
-        self.said = said
+        self.said = hash(tuple(said))
         self.recorded, _ = recorded_call(use, rule, marks)
         self.row_axes = rule.row_axes(use, dims)
         self.parameters = [id(weight) for weight in use.tracked]
-        self.labels: list[Any] = [marks.labels[key] for key in self.parameters]
+        self.leads_to = hash((dims, *(marks.labels[key] for key in self.parameters)))
         values = use.values
         self.others = [place for place, value in enumerate(values) if isinstance(value, Tensor) and not use.tracks(value)]
         self.read = [place for place in self.others if isinstance(self.recorded.values[place], Slot)]
-        self._count, self._names = len(values), list(use.kwargs)
-        self._fixed = [(place, value) for place, value in enumerate(values) if place not in self.others]
-        self._weights = [(weight, weight.dim()) for weight in use.tracked]
+        self._count, self._names = len(values), tuple(use.kwargs)
+        self._plain = [(place, value) for place, value in enumerate(values) if not isinstance(value, Tensor)]
+        self._weights = [(place, weight, weight.dim()) for place, weight in enumerate(values) if use.tracks(weight)]
         self._others = [(place, values[place].dim(), marks.kind(values[place])) for place in self.others]
 
-    def fits(self, values: tuple[Any, ...], names: list[str], marks: Marks) -> bool:
+    def fits(self, values: tuple[Any, ...], names: tuple[str, ...], marks: Marks) -> bool:
         """Whether it is for a call with these values, of which the last have names."""
         if len(values) != self._count or names != self._names:
             return False
-        for place, value in self._fixed:
+        for place, value in self._plain:
             if values[place] is not value:
                 return False
-        for weight, dims in self._weights:
-            if not weight.requires_grad or weight.dim() != dims:
+        for place, weight, dims in self._weights:
+            if values[place] is not weight or not weight.requires_grad or weight.dim() != dims:
                 return False
         for place, dims, kind in self._others:
             other = values[place]
@@ -75,13 +75,12 @@ class Recipes:
         self.labels = labels
         self._made: dict[tuple[Any, int], Recipe] = {}
 
-    def find(self, func: Any, values: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> Recipe | None:
+    def find(self, func: Any, rule: Rule, values: tuple[Any, ...], names: tuple[str, ...], marks: Marks) -> Recipe | None:
         """The recipe for a call with these values, of which the last have names, if it was made like this before."""
-        rule = RULES[func]
         if len(values) <= rule.known_by or func in REWRITES or func in SPREADS or func in INSIDE:  # which look at each call anew
             return None
         recipe = self._made.get((func, id(values[rule.known_by])))
-        return recipe if recipe is not None and recipe.rule is rule and recipe.fits(values, [*kwargs], marks) else None
+        return recipe if recipe is not None and recipe.rule is rule and recipe.fits(values, names, marks) else None
 
     def add(self, use: Use, rule: Rule, said: Sequence[Any], dims: int, marks: Marks) -> None:
         """For such calls from now on, if all that the rule may ask for shows in a recipe. `dims`: axes of the output."""

@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ class Tape:
         self.created: dict[int, torch.Size] = {}  # keys of the taps made so far, and the shapes there
         self.taps: list[weakref.ref[Record]] = []  # these
         self.reaching = 0  # bytes of the gradients that will reach them
-        self.taps_of: defaultdict[int, int] = defaultdict(int)  # taps of a parameter
+        self.tapped: list[list[int]] = []  # the parameters behind each of them
         self.writes_parameters = False  # the forward pass changes parameters
         self.moves = Moves()  # rows that may have been moved as the data says
         self.needs_graph = False  # some weight is pulled back through autograd

@@ -17,24 +17,28 @@ from .program import is_autocast_on
 from .recipes import each_weight_once, recorded_call
 from .registry import Rule, Use
 from .rules.spread import spread_rule
-from .taps import Deposit, Record, Tap, applied, has_saving_hooks
+from .taps import Deposit, Record, has_saving_hooks, tap
 
 if TYPE_CHECKING:
     from .tape import Tape
 
 
-def tapped_again(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def tapped_again(tape: Tape, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The output of a call like one in a step before, behind a tap, by its recipe; None where there is none, or where something may be refused."""
     marks = tape.marks
     if tape.refusals is not None or marks.has_stale or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return None
     values = (*args, *kwargs.values()) if kwargs else args
-    recipe = tape.recipes.find(func, values, kwargs, marks)
+    recipe = tape.recipes.find(func, rule, values, tuple(kwargs) if kwargs else (), marks)
     if recipe is None:
         return None
-    tape.trail = hash((tape.trail, *recipe.said))
-    upstream = [node for place in recipe.others if (node := values[place].grad_fn) is not None]
-    if recipe.rule.is_product and is_autocast_on():
+    tape.trail = hash((tape.trail, recipe.said))
+    upstream: list[Any] = []
+    for place in recipe.others:
+        node = values[place].grad_fn
+        if node is not None:
+            upstream.append(node)
+    if rule.is_product and is_autocast_on():
         called = as_autocast_rounds(Use(func, args, kwargs, recipe.recorded.tracked), marks, recipe.others)
         output, values = func(*called.args, **called.kwargs), called.values
     else:
@@ -46,9 +50,10 @@ def tapped_again(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if output.is_complex():
         raise _complex(recipe.recorded, marks)
     if tape.uses is not None:
-        _note_use(tape, recipe.recorded, recipe.rule)
-    kept = tuple([values[place] for place in recipe.read])
-    return _behind_tap(tape, output, recipe.recorded, recipe.rule, recipe.row_axes, recipe.labels, recipe.parameters, kept, upstream)
+        _note_use(tape, recipe.recorded, rule)
+    read = recipe.read
+    kept = (values[read[0]],) if len(read) == 1 else tuple([values[place] for place in read])
+    return _behind_tap(tape, output, recipe.recorded, rule, recipe.row_axes, recipe.leads_to, recipe.parameters, kept, upstream)
 
 
 def tapped(tape: Tape, use: Use, rule: Rule, said: list[Any]) -> Tensor:
@@ -83,29 +88,37 @@ def insert_tap(
     if output.is_complex() or any(weight.is_complex() for weight in use.tracked):
         raise _complex(use, marks)
     recorded, kept = recorded_call(use, rule, marks)
-    labels, parameters = [marks.labels.get(id(weight)) for weight in use.tracked], marks.keys_of(use.tracked)
+    leads_to = hash((output.dim(), *(marks.labels.get(id(weight)) for weight in use.tracked)))
+    parameters = marks.keys_of(use.tracked)
     needs_graph = local is not None or any(needs_autograd(weight, marks) for weight in use.tracked)
     tape.needs_graph = tape.needs_graph or needs_graph
     if tape.uses is not None:
         _note_use(tape, use, rule)
     row_axes = rule.row_axes(use, output.dim())
-    return _behind_tap(tape, output, recorded, rule, row_axes, labels, parameters, kept if deposit is None else deposit, upstream, local)
+    return _behind_tap(tape, output, recorded, rule, row_axes, leads_to, parameters, kept if deposit is None else deposit, upstream, local)
 
 
 def _behind_tap(
-    tape: Tape, output: Tensor, recorded: Use, rule: Rule, row_axes: tuple[int, ...], labels: list[Any], parameters: list[int],
+    tape: Tape, output: Tensor, recorded: Use, rule: Rule, row_axes: tuple[int, ...], leads_to: int, parameters: list[int],
     kept: tuple[Tensor, ...] | Deposit, upstream: list[Any], local: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    for parameter in parameters:
-        tape.taps_of[parameter] += 1
-    key = tape.trail = hash((tape.trail, output.dim(), *labels))
-    tape.computes_again = tape.computes_again or has_saving_hooks()
-    hands_over = None if isinstance(kept, Deposit) else hash(tuple([(tensor.shape, tensor.dtype) for tensor in (output, *kept)]))
+    """`leads_to`: hash of the axes of the output and of the labels of the weights. `parameters`: behind these weights."""
+    key = tape.trail = hash((tape.trail, leads_to))
+    if has_saving_hooks():
+        tape.computes_again = True
+    shape = output.shape
+    hands_over = None
+    if type(kept) is tuple:
+        like: list[Any] = [shape, output.dtype]
+        for tensor in kept:
+            like += tensor.shape, tensor.dtype
+        hands_over = hash(tuple(like))
     record = Record(recorded, rule, row_axes, key, tape.switch, upstream, local, hands_over)
-    tape.created[key] = output.shape
+    tape.created[key] = shape
     tape.taps.append(weakref.ref(record))
+    tape.tapped.append(parameters)
     tape.reaching += output.nbytes
-    behind: Tensor = applied(Tap, output, tape.anchor, record, kept)
+    behind: Tensor = tap(output, tape.anchor, record, kept)
     return behind
 
 

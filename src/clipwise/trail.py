@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
+
+
+def further(trail: int, said: Iterable[Any]) -> int:
+    """The trail behind a call that says this."""
+    return hash((trail, hash(tuple(said))))
 
 
 def told_apart(value: Any) -> Any:

@@ -23,7 +23,7 @@ from .rules.spread import spread_rule
 from .structure import holds_numbers_only, tensors_in
 from .tapping import insert_tap, no_rule, not_covered, tapped, tapped_again
 from .taps import Deposit
-from .trail import SMALL, as_number, told_apart
+from .trail import SMALL, as_number, further, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -50,8 +50,9 @@ class Watch(TorchFunctionMode):
                 return opened(func)(*args, **kwargs)
         if not tape.compiler_silenced and "torch._dynamo" in sys.modules:
             tape.silence_compiler()
-        if func in RULES:
-            found = tapped_again(tape, func, args, kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            found = tapped_again(tape, func, rule, args, kwargs)
             if found is not None:
                 return self._noted(func, trait, args, kwargs, found)
         if tape.depth and (lane := lane_of(func, trait)):
@@ -59,12 +60,12 @@ class Watch(TorchFunctionMode):
             if result is not MISSED:
                 return result
         tracked: list[Tensor] = []
-        said: list[Any] = [tape.trail, trait.name]
+        said: list[Any] = [trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
             said.extend(kwargs)
             example = self._look_through(kwargs.values(), tracked, said, trait.takes_sizes) or example
-        tape.trail, self._said = hash(tuple(said)), said
+        tape.trail, self._said = further(tape.trail, said), said
         guard = GUARDS.get(func)
         if guard is not None and not (tape.marks.lenient and not tape.depth and not tape.marks.is_ours(args, kwargs)):
             try:
@@ -207,7 +208,7 @@ class Watch(TorchFunctionMode):
                 "Put the pieces together without writing in place (torch.cat, torch.where), or freeze the parameter.",
             )
         if func in RULES:
-            return self._noted(func, trait, args, kwargs, tapped(self.tape, use, RULES[func], self._said[1:]))
+            return self._noted(func, trait, args, kwargs, tapped(self.tape, use, RULES[func], self._said))
         if is_open(func):
             with self:
                 return opened(func)(*args, **kwargs)

@@ -23,7 +23,7 @@ _ONLY_PRIVATE = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
     before: Tensor | None  # p.grad when our first gradient was about to come
     version: int
@@ -42,22 +42,25 @@ class Witness:
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
         """A backward pass of ours is about to add these gradients to those of the parameters."""
         pairs = list(zip(parameters, gradients))
-        for parameter, _ in pairs:
+        for parameter, _ in pairs if self._seen else ():
             seen = self._seen.get(id(parameter))
             if seen is not None and not self._is_as_left(parameter, seen, extra=0):
                 raise self._refusal(parameter)
         for parameter, ours in pairs:
-            if id(parameter) not in self._seen:
-                self._seen[id(parameter)] = self._first_sight(parameter)
-                self._seen[id(parameter)].first = ours.data_ptr()
-            self._seen[id(parameter)].ours += 1
+            seen = self._seen.get(id(parameter))
+            if seen is None:
+                seen = self._seen[id(parameter)] = self._first_sight(parameter)
+                seen.first = ours.data_ptr()
+            seen.ours += 1
 
     def _first_sight(self, parameter: Tensor) -> _Seen:
         grad = parameter.grad
-        if grad is not None and grad.numel():
+        if grad is None:
+            return _Seen(None, 0)
+        if grad.numel():
             largest = grad.coalesce().values() if grad.is_sparse else grad
             self._must_be_zero.append((parameter, largest.detach().abs().amax() != 0))
-        return _Seen(grad, grad._version if grad is not None else 0)
+        return _Seen(grad, grad._version)
 
     def _is_as_left(self, parameter: Tensor, seen: _Seen, extra: int) -> bool:
         """Whether p.grad is what it was plus our additions. `extra`: further writes that are allowed (a scaler's unscaling)."""

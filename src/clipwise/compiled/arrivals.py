@@ -66,12 +66,16 @@ def example_slots(record: Record) -> set[int]:
 def with_row_numbers(arrival: Arrival, marks: Marks) -> Arrival:
     """What reached a tap, and behind it the numbers of rows that its weights were looked up by."""
     record, grad, kept = arrival
-    return record, grad, (*kept, *_row_numbers(record, marks))
+    numbers = _row_numbers(record, marks)
+    return (record, grad, (*kept, *numbers)) if numbers else arrival
 
 
 def _row_numbers(record: Record, marks: Marks) -> list[Tensor]:
-    derived = [weight for weight in record.use.tracked if id(weight) not in marks.parameters]
-    return [numbers for weight in derived for numbers in path_of(weight, marks)[1]]
+    found: list[Tensor] = []
+    for weight in record.use.tracked:
+        if id(weight) not in marks.parameters:
+            found += path_of(weight, marks)[1]
+    return found
 
 
 def clipped_sums(

@@ -226,4 +226,4 @@ class RecordedUpdate:
 
 def _places(held: list[Tensor]) -> tuple[int, ...]:
     """Who they are and where they lie: a graph takes that for granted."""
-    return (*map(id, held), *[tensor.data_ptr() for tensor in held])
+    return (*map(id, held), *map(Tensor.data_ptr, held))
