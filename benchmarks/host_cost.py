@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # bf16 products hang or crash on some processors otherwise
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,15 @@ from clipwise.models import cnn, mlp, resnet, transformer
 from private_step import private_training
 from report import write_results
 
+
+def _vit() -> nn.Module:
+    """As many layers as ViT-B/16, and narrow ones."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4)
+    return ViTForImageClassification(ViTConfig(num_labels=10, num_hidden_layers=12, **sizes))
+
+
 WARM_UP = 70  # the next step that verifies the model is the 128th
 PARTS = ("forward", "loss", "backward", "step")
 CASES = {
@@ -36,6 +48,7 @@ CASES = {
     "cnn": Case(cnn, lambda: (torch.randn(5, 1, 28, 28), torch.arange(5))),
     "transformer": Case(transformer, lambda: (torch.randint(1, 2000, (5, 16)), torch.arange(5) % 2)),
     "resnet18": Case(lambda: resnet(18), lambda: (torch.randn(5, 3, 32, 32), torch.arange(5))),
+    "vit bf16": Case(_vit, lambda: (torch.randn(5, 3, 8, 8), torch.arange(5)), bf16=True),
 }
 Run = Callable[..., Sequence[Tensor]]
 
@@ -87,23 +100,23 @@ def pretending() -> Iterator[None]:
 
 def _ordinary(model: nn.Module, case: Case) -> list[Callable[..., Any]]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, foreach=True)
-    return _parts(model, optimizer, lambda losses: losses.sum())
+    return _parts(model, optimizer, lambda losses: losses.sum(), case.bf16)
 
 
 def _private(model: nn.Module, case: Case) -> list[Callable[..., Any]]:
     private, optimizer = private_training(model, case)
-    return _parts(model, optimizer, private.loss)
+    return _parts(model, optimizer, private.loss, case.bf16)
 
 
 def _compiled(model: nn.Module, case: Case) -> list[Callable[..., Any]]:
     private, _ = private_training(model, case)
-    step = private.compile(lambda model, x, y: losses_of(model, x, y, False), rows=private.plan.batch_size, backend="eager")
+    step = private.compile(lambda model, x, y: losses_of(model, x, y, case.bf16), rows=private.plan.batch_size, backend="eager")
     return [lambda batch: step(*batch)]
 
 
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, scalar: Callable[[Tensor], Tensor]) -> list[Callable[..., Any]]:
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, scalar: Callable[[Tensor], Tensor], bf16: bool) -> list[Callable[..., Any]]:
     return [
-        lambda batch: (optimizer.zero_grad(), losses_of(model, *batch, False))[1],
+        lambda batch: (optimizer.zero_grad(), losses_of(model, *batch, bf16))[1],
         scalar,
         lambda loss: loss.backward(),
         lambda _: optimizer.step(),

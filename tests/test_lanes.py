@@ -22,6 +22,8 @@ WAYS = {
     "broadcast by name": lambda s, h: torch.clamp(h, max=h.mean(-1, keepdim=True)),
     "broadcast": lambda s, h: h * h.mean(-1, keepdim=True) + h.sum(-2, keepdim=True),
     "reshaped": lambda s, h: h.reshape(-1, 4).view(h.shape).transpose(1, 2).flatten(1).unflatten(1, (4, 3)).transpose(1, 2),
+    "sizes together": lambda s, h: h.view((len(h), -1)).reshape([len(h), 3, 4]).view(h.shape).view((-1, 3, 4)).contiguous(),
+    "attention": lambda s, h: F.scaled_dot_product_attention(h, 2 * h, h.tanh(), dropout_p=0.0) + F.scaled_dot_product_attention(h, h, h),
     "statistics of the model": lambda s, h: s.norm(h.transpose(1, 2)).transpose(1, 2),
     "a constant of the model": lambda s, h: h * s.scale + torch.where(s.mask, h, -h),
     "detached": lambda s, h: h * (h.detach() > 0) + h.detach().sum(-1, keepdim=True),

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
-from .kinds import kind_of
+from .kinds import ATTENTION, kind_of
 from .structure import holds_numbers_only
 from .trail import SMALL, further, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
 
-NONE, PLAIN, ENTRYWISE, IN_EVALUATION = range(4)
+NONE, PLAIN, ENTRYWISE, IN_EVALUATION, NOTED = range(5)
 LANES: dict[Callable[..., Any], int] = {}  # of functions that were met before
 MISSED: Any = object()  # the call must go the long way
 
@@ -42,6 +42,8 @@ def _examine(func: Callable[..., Any], trait: Trait) -> int:
         return NONE
     if func in GUARDS:
         return IN_EVALUATION if func in _IF_NOT_TRAINING else NONE
+    if trait.name in ATTENTION:
+        return NOTED
     return {"plain": PLAIN, "entrywise": ENTRYWISE}.get(kind_of(trait.name), NONE)
 
 
@@ -66,6 +68,8 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
         return MISSED
     tape.trail = further(tape.trail, said)
     result = func(*args, **kwargs)
+    if lane == NOTED and not tape.is_looking_back:
+        tape.moves.note(trait.name, args, kwargs, marks, result)
     if type(result) is not Tensor or not result.requires_grad:
         marks.mark_example(result)
     return result
@@ -106,6 +110,12 @@ def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, note
             said.append(told_apart(value))
         elif kind is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
             said.append(value)
+        elif takes_sizes and kind in _SIZES and _WHOLE.issuperset(map(type, value)):
+            said.extend([told_apart(size) for size in value if size in SMALL])
         elif value is not None:
             return -1
     return count
+
+
+_SIZES = frozenset({tuple, list, torch.Size})
+_WHOLE = frozenset({int})

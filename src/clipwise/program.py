@@ -16,6 +16,7 @@ from .structure import every_tensor, map_values
 if TYPE_CHECKING:
     from .tape import Tape
 
+AUTOCAST = ("cpu", "cuda")  # devices where it rounds
 ROOM = 64  # calls that a block without an end may note before it looks which of them are still needed
 
 
@@ -23,7 +24,7 @@ def dtypes_of_autocast() -> dict[str, torch.dtype]:
     """{device: the precision that autocast multiplies in}, where it is on."""
     if not is_autocast_on():
         return {}
-    return {device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+    return {device: torch.get_autocast_dtype(device) for device in AUTOCAST if torch.is_autocast_enabled(device)}
 
 
 def is_autocast_on() -> bool:

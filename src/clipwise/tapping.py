@@ -12,7 +12,7 @@ from .derived import needs_autograd
 from .errors import UncoveredUse
 from .functions import full_name, trait_of
 from .marks import Marks
-from .precision import as_autocast_rounds
+from .precision import as_autocast_rounds, rounded_by_autocast
 from .program import is_autocast_on
 from .recipes import each_weight_once, recorded_call
 from .registry import Rule, Use
@@ -39,8 +39,8 @@ def tapped_again(tape: Tape, func: Any, rule: Rule, args: tuple[Any, ...], kwarg
         if node is not None:
             upstream.append(node)
     if rule.is_product and is_autocast_on():
-        called = as_autocast_rounds(Use(func, args, kwargs, recipe.recorded.tracked), marks, recipe.others)
-        output, values = func(*called.args, **called.kwargs), called.values
+        values = rounded_by_autocast(values, recipe.others, marks)
+        output = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
     else:
         output = func(*args, **kwargs)
     if not isinstance(output, Tensor):
