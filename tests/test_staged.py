@@ -404,6 +404,18 @@ def test_stages_in_any_order_let_go_of_what_is_not_needed(monkeypatch):
         assert len(running._values) == 2
 
 
+def test_what_a_stage_makes_at_once_is_known_before_it_runs():
+    def function(a, b):
+        doubled = a * 2
+        sine = doubled.view(10, 100).sin()  # and the double is gone
+        return [sine.sum() + b, sine[0] + b]
+
+    first, last = Stages(traced(function, torch.randn(1000), torch.randn(())), [1, 1])._stages
+    assert first.makes_at_once == 0 and last.makes_at_once == 4 * (1000 + 1000)
+    kept = Stages(traced(lambda a: [a * 2, (a * 3).sin().sum()], torch.randn(1000)), [1])._stages
+    assert kept[0].makes_at_once == 4 * (1000 + 1000 + 1000)
+
+
 def test_what_is_written_to_is_read_before_and_after_as_it_was():
     """b comes last, and is added to what `a` was before c is written there."""
 

@@ -38,7 +38,8 @@ def per_example_norms(tape: Tape, losses: Tensor, *, by: str | None = None) -> T
 
 def clipped_gradients(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> dict[str, Tensor]:
     """{name: Σ_i clip(∂ℓ_i/∂θ)} for every parameter the losses depend on; float32 also for bf16 parameters. A sum, never a mean."""
-    return clip(tape, losses, clipping, method).sums
+    clipped = clip(tape, losses, clipping, method)
+    return {name: total.clone() for name, total in clipped.sums.items()} if clipped.is_lent else clipped.sums
 
 
 def clipped_loss(tape: Tape, losses: Tensor, clipping: Clipping, *, method: str = "auto") -> Tensor:

@@ -17,9 +17,11 @@ from torch import Tensor
 from ..streams import current_address
 from ..tracing import NotTraceable
 from .agreement import repeats
+from .lending import Lending
 from .recording import Pool, alike, recorded_in_passing
 
 _SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
+_SMALL_RESULT = 2**16  # bytes: results that are copied rather than lent
 _OFTEN = 2  # a large tensor that has moved so many times is copied
 _ATTEMPTS = 8  # at recording one stage that is hardly used: addresses may change again and again
 _WORTH_IT = 100  # replays
@@ -107,11 +109,13 @@ class _View:
 class InPlace:
     """run(*tensors), which writes to none of them, replayed where that is possible.
 
-    Results live until the next call; with `hands_over` they are tensors of their own.
+    Results live until the next call; with `hands_over` they are lent (lending.py), and small ones tensors of their own.
     """
 
-    def __init__(self, run: Run, room: Room, *, hands_over: bool):
+    def __init__(self, run: Run, room: Room, *, hands_over: bool, takes: int = 0):
         self._run, self._room, self._hands_over = run, room, hands_over
+        self._takes = takes  # bytes, at least: what is recorded and then found to take too much, torch keeps until somebody asks for more
+        self._lending = Lending()
         self._recording: _Recording | None = None
         self._places: list[int] = []  # of the inputs of the last run that was no replay
         self._moved: Counter[int] = Counter()  # how often in succession each of them lay somewhere else; those that do so often, for ever
@@ -151,8 +155,15 @@ class InPlace:
 
     def _replayed(self, recording: _Recording, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._used += 1
-        results = recording(given)
-        return _copies(results) if self._hands_over else results
+        if not self._hands_over:
+            return recording(given)
+        self._lending.take_back()
+        found = dict(enumerate(recording(given)))
+        large = [number for number, result in enumerate(recording.results) if isinstance(result, Tensor) and result.nbytes > _SMALL_RESULT]
+        small = [number for number in found if number not in large]
+        found |= zip(large, self._lending.lend([found[number] for number in large]))
+        found |= zip(small, _copies([found[number] for number in small]))
+        return tuple(found.values())
 
     def _look(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Record the stage, once its large inputs lie where they lay before."""
@@ -182,12 +193,12 @@ class InPlace:
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
         copies_take = sum(given[number].nbytes for number in copied)
         most = room.most(at_the_end=self._hands_over)
+        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over and self._pool is None else 0
         self._count(copies_take)
-        if room.taken > most:
+        if room.taken + max(self._takes - handed_over - self._in_pool, 0) > most:
             return None
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
         before = room.reserved()
-        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over and self._pool is None else 0
         self._pool = self._pool or room.pool()
         replay, found = recorded_in_passing(self._run, inputs, room.device, self._pool)
         self._in_pool += max(room.reserved() - before - handed_over, 0)
@@ -227,7 +238,7 @@ def _result(tensor: Tensor, inputs: Sequence[Tensor], given: Sequence[Tensor]) -
 
 
 def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Most are sums of one type, which are copied together."""
+    """Those of one type together."""
     alike = [number for number, tensor in enumerate(tensors) if tensor.dtype == tensors[0].dtype and tensor.is_floating_point()]
     together = dict(zip(alike, torch._foreach_add([tensors[number] for number in alike], 0.0) if alike else ()))
     return tuple([together[number] if number in together else tensor.clone() for number, tensor in enumerate(tensors)])

@@ -165,7 +165,7 @@ class Staged:
         if outputs is None:
             raise _other_taps()
         *sums, value, squares, weights, finite = outputs
-        return Measured(Clipped(dict(zip(self._names, sums)), weights, finite, value.to(losses.dtype)), squares)
+        return Measured(Clipped(dict(zip(self._names, sums)), weights, finite, value.to(losses.dtype), is_lent=True), squares)
 
     def is_right(self, noted: Sequence[Noted], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
         """Hold the program against the eager computation on numbers that are nobody's: what is decided here must not depend on a record.

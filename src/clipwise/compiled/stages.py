@@ -48,6 +48,7 @@ class Stage:
     makes: list[str]
     last: list[str]
     may_be_replayed: bool  # several kernels, tensors alone, and it writes to none that it is given
+    makes_at_once: int  # bytes of what it makes that are there at the same time, at most
 
 
 class Stages:
@@ -220,10 +221,26 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
         and all(
             memory[target] in operations and memory[target].op == "call_function" for node in operations for target in written_by(node)
         ),
+        makes_at_once=_most_at_once(list(operations), memory, results),
     )
+
+
+def _most_at_once(operations: Sequence[Node], memory: dict[Node, Node], results: Sequence[Node]) -> int:
+    """Bytes that these allocate, at the moment when it is most; libraries may take room besides. What is returned stays to the end."""
+    last: dict[Node, int] = {}
+    for place, node in enumerate(operations):
+        last.update(dict.fromkeys((memory[one] for one in (node, *node.all_input_nodes)), place))
+    last.update(dict.fromkeys((memory[node] for node in results), len(operations)))
+    made, now, most = set(operations), 0, 0
+    for place, node in enumerate(operations):
+        now += _nbytes(node) if memory[node] is node else 0
+        most = max(most, now)
+        gone = {memory[one] for one in (node, *node.all_input_nodes) if last[memory[one]] == place}
+        now -= sum(_nbytes(owner) for owner in gone if owner in made)
+    return most
 
 
 def _in_place(stage: Stage, room: Room, *, is_last: bool) -> Stage:
     if stage.run is None or not stage.may_be_replayed or not can_be_recorded(room.device):
         return stage
-    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last))
+    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last, takes=stage.makes_at_once))

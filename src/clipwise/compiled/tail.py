@@ -26,6 +26,7 @@ from ..tape import Tape
 from ..tracing import NotTraceable
 from .agreement import coarsest
 from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, weight_shapes
+from .lending import Lending
 from .recording import alike, recorded
 from .rows import mask, nobodys
 from .trace import graph_of
@@ -91,6 +92,7 @@ class Tail:
         self._filled = 0  # rows that hold something
         self._views: dict[int, list[Tensor]] = {}  # where a batch of so many rows is copied to
         self._names: list[str] = []
+        self._lending = Lending()
         self._fill(tensors, batch)
         inputs = [*self._buffers, self._mask, self._inverse_square]
         with without_autocast():
@@ -121,16 +123,17 @@ class Tail:
             return False
 
     def __call__(self, arrivals: Sequence[Arrival], losses: Tensor, bound: float) -> Clipped:
-        """Clipped sums of what `fits`, in tensors of their own. Norms are measured in units of `bound`."""
+        """Clipped sums of what `fits`, lent. Norms are measured in units of `bound`."""
         count = len(losses)
+        self._lending.take_back()
         self._fill(_tensors(arrivals, losses), count)
         if bound != self._bound:
             self._inverse_square.fill_(bound**-2)
             self._bound = bound
         self._replay()
-        *sums, _, weights, finite = self._outputs
-        own = torch._foreach_add(sums, 0.0)
-        return Clipped(dict(zip(self._names, own)), weights[:count].clone(), finite[:count].clone(), own[-1].to(losses.dtype))
+        *sums, value, _, weights, finite = self._outputs
+        lent = dict(zip(self._names, self._lending.lend(sums)))
+        return Clipped(lent, weights[:count].clone(), finite[:count].clone(), value.to(losses.dtype, copy=True), is_lent=True)
 
     def is_right(self, arrivals: Sequence[Arrival], losses: Tensor, bound: float, eagerly: Eagerly) -> bool:
         """Hold the recording against the eager computation on numbers that are nobody's: what is decided here must not depend on a record.

@@ -21,6 +21,7 @@ class Clipped:
     weights: Tensor  # (B,), the mean over groups where there are several; may lie on the host
     finite: Tensor  # (B,), beside the weights
     total: Tensor | None = None  # Σ ν_i·ℓ_i, where it is known already
+    is_lent: bool = False  # the sums lie where the next step may write over them, if only views of them are held
 
     def value(self, losses: Tensor) -> Tensor:
         """Σ ν_i·ℓ_i over the examples whose gradient is finite."""

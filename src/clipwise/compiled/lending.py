@@ -1,0 +1,35 @@
+"""Results of a graph that are lent instead of being copied: the next replay writes over them.
+
+Of the sums of a step nobody needs anything when the next one is made, so that they can stay where the graph leaves them. Whoever still holds them
+then (a draw that goes through in parts) keeps them, in tensors of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Lending:
+    """What one graph has lent. Who takes a view of something lent must copy it: it is the tensors themselves that are followed."""
+
+    def __init__(self) -> None:
+        self._lent: list[weakref.ref[Tensor]] = []
+
+    def lend(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The same numbers, by names that nobody else has."""
+        lent = [result.data for result in results]  # with version counters of their own: a replay is no write that autograd must know of
+        self._lent = [weakref.ref(tensor) for tensor in lent]
+        return lent
+
+    def take_back(self) -> None:
+        """Before the graph is replayed. What is still held moves to memory of its own."""
+        held = [tensor for reference in self._lent if (tensor := reference()) is not None]
+        self._lent = []
+        if held:
+            with torch.no_grad():
+                for tensor, own in zip(held, torch._foreach_add(held, 0.0)):
+                    tensor.data = own
