@@ -32,6 +32,9 @@ from clipwise.models import cnn, mlp, resnet, transformer
 from private_step import private_training
 from report import write_results
 
+WARM_UP = 70  # the next step that verifies the model is the 128th
+PARTS = ("forward", "loss", "backward", "step")
+
 
 def _vit() -> nn.Module:
     """As many layers as ViT-B/16, and narrow ones."""
@@ -41,8 +44,6 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(num_labels=10, num_hidden_layers=12, **sizes))
 
 
-WARM_UP = 70  # the next step that verifies the model is the 128th
-PARTS = ("forward", "loss", "backward", "step")
 CASES = {
     "mlp": Case(mlp, lambda: (torch.randn(5, 1, 28, 28), torch.arange(5))),
     "cnn": Case(cnn, lambda: (torch.randn(5, 1, 28, 28), torch.arange(5))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .duplicate import duplicate
 from .switches import Switch
 
 
@@ -21,7 +21,8 @@ def isolated(module: nn.Module, *, share_parameters: bool = True) -> nn.Module:
     """A copy with buffers, counters and caches of its own, and with the same parameters; the module itself where it cannot be copied."""
     shared = {id(parameter): parameter for parameter in module.parameters()} if share_parameters else {}
     try:
-        return copy.deepcopy(module, dict(shared))
+        found: nn.Module = duplicate(module, dict(shared))
+        return found
     except Exception:
         return module
 
@@ -66,6 +67,7 @@ def random_states_kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+_MOST_TYPES = 4096
 _repeatable = Switch(torch.backends.cudnn, "deterministic")
 
 
@@ -95,8 +97,22 @@ def random_fingerprint(modules: Iterable[nn.Module] = ()) -> int:
         _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
         states += [numbers.tobytes(), place]
     states += [bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_devices()]
-    states += [_generator_state(value) for root in modules for module in root.modules() for value in vars(module).values()]
+    states += _states_of_generators(modules)
     return hash(tuple(states))
+
+
+_SILENT: set[type] = set()  # of what holds no generator: a matter of its type
+
+
+def _states_of_generators(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    for module in (module for root in modules for module in root.modules()):
+        for value in vars(module).values():
+            if type(value) not in _SILENT:
+                state = _generator_state(value)
+                if state is not None:
+                    yield state
+                elif len(_SILENT) < _MOST_TYPES:
+                    _SILENT.add(type(value))
 
 
 def _generator_state(value: Any) -> Any:
