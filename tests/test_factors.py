@@ -85,7 +85,7 @@ def test_weighted_sum_examples_and_mass(kind):
 def test_every_way_gives_the_norm(kind, way, monkeypatch):
     factor = KINDS[kind]()
     monkeypatch.setattr(ways_module, "choose_way", lambda **_: way)
-    monkeypatch.setattr(planner, "_AT_ONCE", 40)  # several chunks
+    monkeypatch.setitem(planner._AT_ONCE, "cpu", 40)  # several chunks
     total = sum_of([factor])
     expected = factor.dense().flatten(1).square().sum(1)
     torch.testing.assert_close(total.squared_norms(MemoryBudget()), expected, rtol=1e-10, atol=0)

@@ -27,7 +27,7 @@ _LEAST_SLACK = 2**24  # … or so many bytes, or a quarter up to _SMALL, where t
 _MOMENT = 25  # one in so many parts for what is let go again before anything else is computed
 _ABOUT = 16  # one in so many parts more than what is let go in exchange is no more than that
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled back, at a time
-_AT_ONCE = 2**24  # numbers written out at a time when nothing is kept
+_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # numbers written out at a time, when nothing is kept, or on a CPU
 _IN_A_PASS = 4  # gradients of outputs that a backward pass has at once
 _TO_COMPARE = 64  # bytes that are needed meanwhile for each number that is compared with another
 
@@ -54,9 +54,9 @@ def compared_at_once(device: torch.device) -> int:
     return max(2**16, min(chunk_on(device), room_for_trial(device) // _TO_COMPARE))
 
 
-def examples_at_once(batch: int, numel: int) -> int:
-    """How many examples' gradients, of so many numbers each, are written out at a time when nothing is kept."""
-    return min(batch, max(1, _AT_ONCE // max(numel, 1)))
+def examples_at_once(batch: int, numel: int, device: torch.device) -> int:
+    """How many examples' gradients, of so many numbers each, are written out at a time."""
+    return min(batch, max(1, _AT_ONCE.get(device.type, _AT_ONCE["cpu"]) // max(numel, 1)))
 
 
 class Terms(NamedTuple):

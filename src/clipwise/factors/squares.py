@@ -61,6 +61,11 @@ def of_rows(rows: Tensor) -> Squares:
     return Squares(found, is_square=is_square)
 
 
+def one_behind_the_other(chunks: Sequence[Squares]) -> Squares:
+    """Of all examples, from those of a few each."""
+    return chunks[0] if len(chunks) == 1 else known(torch.cat([chunk.bare for chunk in chunks]))
+
+
 def finish(measured: Sequence[Squares]) -> list[Tensor]:
     """The squared norms of each, on the host (in a graph where its vectors lie): those that are made in one way are made together."""
     vectors = [squares.value for squares in measured] + [squares.mass for squares in measured if squares.mass is not None]

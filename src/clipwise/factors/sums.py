@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from .convolution import Convolution
 from .dense import Dense
 from .inner import gram_kernel_roundoff, inner, inner_roundoff
 from .outer import Outer
+from .pieces import Pieces
 from .rows import Rows
-from .squares import Squares, known, of_rows
+from .squares import Squares, known, of_rows, one_behind_the_other
 from .ways import way_of
 
+_T = TypeVar("_T")
 _ACCUMULATION = 64  # how many unit roundoffs a long sum may drift; products of matrices stay well below
 
 
@@ -104,13 +107,20 @@ class FactorSum:
                 assert isinstance(factor, Convolution)
                 factor.kernel = kernel
         if way == "keep":
-            self._kept = Dense(self.dense())
-            return of_rows(self._kept.grad)
+            return self._keep()
         measured = self._measured(way)
         if way == "written":
             return measured
         rounded = self._rounded()
         return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
+
+    def _keep(self) -> Squares:
+        if self.device.type != "cpu" or self.batch == 0:
+            self._kept = Dense(self.dense())
+            return of_rows(self._kept.grad)
+        pieces = Pieces(self._a_few_at_a_time(self.dense))
+        self._kept = pieces
+        return pieces.squares()
 
     def _by_kernel(self, keep: bool, tile: int) -> Squares:
         [factor] = self.factors
@@ -179,9 +189,9 @@ class FactorSum:
 
     @property
     def written(self) -> Tensor | None:
-        """The gradients, (B, n), where they lie written out."""
+        """The gradients, (B, n), where they lie written out in one piece."""
         found = self._kept or (self.factors[0] if len(self.factors) == 1 else None)
-        return flat_rows(found.grad) if isinstance(found, Dense) else None
+        return flat_rows(found.grad) if isinstance(found, Dense) and not (isinstance(found, Pieces) and not found.is_whole) else None
 
     def forget_terms(self) -> None:
         """Free what a written-out gradient was made of. No mass is known any more."""
@@ -201,7 +211,7 @@ class FactorSum:
     def kept_bytes(self) -> int:
         """Of gradients that lie written out until the clipped sum is formed."""
         written = self._kept if self._kept is not None else next((factor for factor in self.factors if isinstance(factor, Dense)), None)
-        return 0 if written is None else written.grad.numel() * written.grad.element_size()
+        return 0 if written is None else sum(tensor.nbytes for tensor in written.tensors)
 
     @property
     def summary(self) -> str:
@@ -219,9 +229,12 @@ class FactorSum:
             return of_rows(single.grad)
         if way == "gram":
             return self._gram()
-        step = examples_at_once(self.batch, self.shape.numel())
-        chunks = [of_rows(self.dense(start, min(start + step, self.batch))) for start in range(0, self.batch, step)]
-        return chunks[0] if len(chunks) == 1 else known(torch.cat([chunk.bare for chunk in chunks]))
+        return one_behind_the_other(self._a_few_at_a_time(lambda start, stop: of_rows(self.dense(start, stop))))
+
+    def _a_few_at_a_time(self, make: Callable[[int, int], _T]) -> list[_T]:
+        """Of examples start … stop-1 each."""
+        step = examples_at_once(self.batch, self.shape.numel(), self.device)
+        return [make(start, min(start + step, self.batch)) for start in range(0, self.batch, step)]
 
     def _gram(self) -> Squares:
         """Σ_ab ⟨a, b⟩ plus the most that rounding may have taken away from it."""

@@ -145,7 +145,7 @@ def _tile_bytes(total: FactorSum) -> int:
 
 
 def _in_a_tile(total: FactorSum) -> int:
-    return examples_at_once(total.batch, total.shape.numel())
+    return examples_at_once(total.batch, total.shape.numel(), total.device)
 
 
 def _terms(total: FactorSum) -> int:
