@@ -39,10 +39,21 @@ def _attention_backward(grad: torch.Size, query: torch.Size, key: torch.Size, va
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def _recurrent(_: bool, x: torch.Size, state: Any, weights: list[torch.Size], *__: Any, **___: Any) -> int:
+    return sum(2 * x[0] * weight.numel() for weight in weights[:2])  # of inputs, and of hidden states
+
+
+def _recurrent_backward(_: bool, u: torch.Size, __: Any, state: Any, weights: list[torch.Size], *rest: Any, **___: Any) -> int:
+    *_, of_weights = rest[:3]
+    return (3 if of_weights else 2) * 2 * u[0] * weights[0].numel()  # the gates again, the gradients of hidden states, and of the weights
+
+
 def counter() -> FlopCounterMode:
-    """Torch's own, which knows no formula for the attention of a CPU."""
-    aten = torch.ops.aten
+    """Torch's own, which knows no formula for the attention of a CPU, nor for operators that are not torch's."""
+    aten, own = torch.ops.aten, torch.ops.clipwise
     formulas = {
+        own.recurrent_on_host: _recurrent,
+        own.recurrent_on_host_backward: _recurrent_backward,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     }
@@ -111,7 +122,7 @@ class Attention(nn.Module):
 
 
 def sequence_cases() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor]]]:
-    """Recurrent layers run the stock kernel on pre-activations: one more product with an identity matrix, in either direction."""
+    """An RNN runs the stock kernel on pre-activations: one more product with an identity matrix, in either direction. An LSTM or GRU computes its gates twice."""
     return {
         "lstm 28-128": (OverRows(nn.LSTM), _images(64)),
         "gru 28-128": (OverRows(nn.GRU), _images(64)),

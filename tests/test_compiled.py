@@ -18,6 +18,7 @@ from clipwise.compiled.once import make_each_call_once
 from clipwise.compiled.rows import Leaves, default_rows, made_up, part_of
 from clipwise.compiled.sums import GraphSums
 from clipwise.compiled.variant import _is_beyond_inductor
+from clipwise.kernels import through_time
 from helpers import Net, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:reproducible noise", "ignore:an earlier PrivateTraining", "ignore::DeprecationWarning")
@@ -189,6 +190,21 @@ def test_recurrent_layers_train_by_inductor_or_as_traced_without_a_word(name):
         warnings.filterwarnings("error", message="the graph could not be compiled")
         _, step, _ = train(build(), x, backend="inductor", steps=7)
     assert len(step.graphs.variants) == 1
+
+
+@pytest.mark.parametrize("kernel", [torch.lstm, torch.gru])
+def test_one_node_runs_all_steps_of_a_recurrent_layer_and_one_goes_back(kernel, monkeypatch):
+    """Where its backward pass on a CPU is our own; and so the rest is compiled."""
+    monkeypatch.setitem(through_time._LEAST_WORK, kernel, 0)
+    sizes = []
+    for time in (3, 30):
+        step, _ = assert_same_training(MODELS[kernel.__name__][0], examples(RECORDS, time, 4), backend="inductor")
+        (variant,) = step.graphs.variants.values()
+        names = [str(node.target) for node in variant.traced.graph.graph.nodes]
+        assert names.count("clipwise.recurrent_on_host.default") == names.count("clipwise.recurrent_on_host_backward.default") == 1
+        assert not _is_beyond_inductor(variant.traced.graph)
+        sizes.append(len(names))
+    assert sizes[0] == sizes[1]
 
 
 def test_before_something_is_changed_in_place_every_call_is_made():

@@ -1,6 +1,7 @@
 """RNN, LSTM and GRU through the stock kernels, and their cells, against a float64 loop."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import clipwise as cw
+from clipwise.kernels import through_time
 from clipwise.rules import recurrent
 from clipwise.testing import clip_and_add, squared_output
 from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms, sensitivity
@@ -21,6 +23,15 @@ LAYERS = {
     "rnn": nn.RNN,
     "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
 }
+
+
+@pytest.fixture(scope="module", params=["own", "identity"], autouse=True)
+def backward(request):
+    """Whose backward pass gives the gradients of pre-activations: our own on a CPU (LSTM, GRU), or the kernel's, which is fed them through an identity."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in through_time._LEAST_WORK:
+            patch.setitem(through_time._LEAST_WORK, kernel, 0 if request.param == "own" else math.inf)
+        yield request.param
 
 
 def everything(output):
@@ -62,8 +73,10 @@ def test_every_method(kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_weights_in_one_piece_of_memory(kind, bias, monkeypatch):
+def test_weights_in_one_piece_of_memory(kind, bias, backward, monkeypatch):
     """As a GPU gets them: where cuDNN looks for them, and part of the graph as before."""
+    if backward == "own" and kind in ("lstm", "gru"):
+        pytest.skip("the kernel is fed nothing")
     monkeypatch.setattr(recurrent, "_IN_ONE_PIECE", {"cpu"})
     seen = []
     monkeypatch.setattr(
@@ -75,6 +88,22 @@ def test_weights_in_one_piece_of_memory(kind, bias, monkeypatch):
         places = [(weight.data_ptr(), weight.nbytes) for weight in weights]
         assert all(place + size == next_place for (place, size), (next_place, _) in itertools.pairwise(places))
     assert seen and len(seen[0]) == (4 if bias else 2)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("method, passes", [("auto", [False]), ("reweight", [False, True])])
+def test_gradients_of_weights_are_summed_only_for_a_pass_that_wants_them(kind, method, passes, backward, monkeypatch):
+    if backward == "identity":
+        pytest.skip("the kernel itself decides")
+    model = Net(lambda s, x: s.out(s.a(x)[0][:, -1]), a=LAYERS[kind](3, 4, batch_first=True), out=nn.Linear(4, 2))
+    asked = []
+    monkeypatch.setattr(through_time, "_backward", lambda *args, run=through_time._backward: asked.append(args[-1]) or run(*args))
+    for _ in range(6):  # at first, what is found is compared with what a pass says
+        asked.clear()
+        with cw.capture(model) as tape:
+            losses = squared_output(model(examples(5, 4, 3).float()))
+        cw.clipped_gradients(tape, losses, cw.flat(1.0), method=method)
+    assert asked == passes
 
 
 def test_final_states_may_be_changed_in_place():

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..declared import constant
 from ..factors import Dense, Outer
 from ..functions import trait_of
+from ..kernels.through_time import pays, through_time
 from ..marks import TRACKED
 from ..registry import Call, Factors, Rule, Use, all_but_last, inside, rewrite
 from ..taps import Deposit, Keep, Record, applied, slot
@@ -102,30 +103,44 @@ class _Layer:
         if weights.w_hr is not None:
             state[0] = state[1].new_zeros(state[1].shape)
         with torch._C.DisableTorchFunction():  # the tape would be asked about every attribute
-            output, *final = self._through_kernel(u, state)
+            output, *final = self._through_kernel(x, u, state)
         if weights.w_hr is not None:
             output, final[0] = F.linear(output, weights.w_hr), F.linear(final[0], weights.w_hr)
         return (self.timeline.reversed(output) if self.reverse else output), *final
 
-    def _through_kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
-        """The stock kernel on pre-activations, between a tap and the `Keep` that brings the tap what it needs."""
+    def _through_kernel(self, x: Tensor, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+        """The stock kernel on pre-activations of x, between a tap and the `Keep` that brings the tap what it needs."""
         watch, weights = self.watch, self.weights
         tracked = [w for w in (weights.w_hh, weights.b_hh, weights.w_hr) if w is not None and watch.tape.marks.kind(w) == TRACKED]
         state = [part if part.dtype == u.dtype else part.to(u.dtype) for part in state]
         if not tracked:
-            return self._kernel(u, state)
+            return self._kernel(x, u, state)
         deposit = Deposit(self._prepare)
         names = {"w_hh": weights.w_hh, "b_hh": weights.b_hh, "w_hr": weights.w_hr}
         slots = (slot(0, True), slot(1, True), slot(2, False))
         use = Use(self.kernel, slots, {name: w for name, w in names.items() if any(w is t for t in tracked)}, tracked)
         u = watch.insert_tap(u, use, _RULE, [u.grad_fn] if u.requires_grad else [], deposit=deposit)
-        outputs = self._kernel(u, state)
+        outputs = self._kernel(x, u, state)
         upstream = [part.grad_fn for part in (u, *state) if part.requires_grad]
         record = Record(use, _RULE, (), 0, watch.tape.switch, upstream, None, None)
         kept = [outputs[0], state[0], u, weights.w_hh, weights.b_hh, weights.w_hr]
         return applied(Keep, record, deposit, tuple([t for t in kept if t is not None]), *outputs)
 
-    def _kernel(self, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+    def _kernel(self, x: Tensor, u: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+        on_host = self.weights.w_hr is None and pays(self.kernel, u, self.timeline.sizes(u))
+        call, args = self._on_host(x, u, state) if on_host else self._through_identity(u, state)
+        with _without_advice() if u.is_cuda and is_tracing() else contextlib.nullcontext():
+            outputs = call(*args)
+        self.watch.tape.hidden_dtypes.add(outputs[0].dtype)  # under autocast cuDNN computes in float16, whatever was asked for
+        self.watch.note(call, trait_of(self.kernel), args, {}, outputs)
+        return outputs
+
+    def _on_host(self, x: Tensor, u: Tensor, state: list[Tensor]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        w = self.weights
+        weights = [None if weight is None else weight.to(u.dtype) for weight in (w.w_ih, w.w_hh, w.b_ih, w.b_hh)]
+        return _layer_on_host, (self.kernel, self.timeline, self.reverse, x, u, state, weights)
+
+    def _through_identity(self, u: Tensor, state: list[Tensor]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         weights = self.weights
         w_hh = weights.w_hh if weights.w_hr is None else weights.w_hh @ weights.w_hr
         tensors = [_identity(u.shape[-1], u.dtype, u.device), w_hh.to(u.dtype)]
@@ -133,16 +148,10 @@ class _Layer:
             tensors += [_no_bias(u.shape[-1], u.dtype, u.device), weights.b_hh.to(u.dtype)]
         if u.device.type in _IN_ONE_PIECE and not is_tracing():
             tensors = _one_behind_the_other(tensors)
+        if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
+            return _cudnn, (self.kernel, u, state, tensors, self.timeline.batch_first)
         given = tuple(state) if self.kernel is torch.lstm else state[0]
-        args = self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
-        with _without_advice() if u.is_cuda and is_tracing() else contextlib.nullcontext():
-            if is_tracing() and isinstance(self.timeline, Padded) and torch.backends.cudnn.is_acceptable(u):
-                outputs = _cudnn(self.kernel, u, state, tensors, self.timeline.batch_first)
-            else:
-                outputs = self.kernel(*args)
-        self.watch.tape.hidden_dtypes.add(outputs[0].dtype)  # under autocast cuDNN computes in float16, whatever was asked for
-        self.watch.note(self.kernel, trait_of(self.kernel), args, {}, outputs)
-        return outputs
+        return self.kernel, self.timeline.arguments(u, given, tensors, weights.b_hh is not None)
 
     def _prepare(self, output: Tensor, start: Tensor, u: Tensor, w_hh: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """What the rule reads: h_{t-1}, a second tensor of rows, and the recurrent weights."""
@@ -155,6 +164,14 @@ class _Layer:
         bias = rest[0][:width].to(u.dtype) if self.weights.b_hh is not None else None
         reset = torch.sigmoid(u[..., :width] + F.linear(previous, w_hh[:width].to(u.dtype), bias))
         return previous, reset, w_hh
+
+
+def _layer_on_host(
+    kernel: Callable[..., Any], timeline: Timeline, reverse: bool, x: Tensor, u: Tensor, state: list[Tensor], weights: list[Tensor | None]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = timeline.by_time(timeline.reversed(x) if reverse else x)
+    output, *final = through_time(kernel, rows, timeline.by_time(u), state, weights, timeline.sizes(u))
+    return timeline.from_time(output, u), *final
 
 
 def _is_zero(made_inside: Tensor) -> bool:

@@ -23,6 +23,18 @@ class Timeline(ABC):
         """u with `extra` (1, B, p) added where every sequence begins."""
 
     @abstractmethod
+    def sizes(self, x: Tensor) -> list[int]:
+        """How many rows every step has."""
+
+    @abstractmethod
+    def by_time(self, x: Tensor) -> Tensor:
+        """Rows of the first step, then those of the second …: (N, p)"""
+
+    @abstractmethod
+    def from_time(self, rows: Tensor, like: Tensor) -> Tensor:
+        """`rows` by time, as they lie in `like`."""
+
+    @abstractmethod
     def arguments(self, u: Tensor, state: Any, weights: list[Tensor], biases: bool) -> tuple[Any, ...]:
         """What one layer of a fused kernel is called with. Backward passes of cuDNN need its training mode."""
 
@@ -44,6 +56,15 @@ class Padded(Timeline):
     def add_to_first_step(self, u: Tensor, extra: Tensor) -> Tensor:
         first, rest = u.split([1, u.shape[self.axis] - 1], self.axis)
         return torch.cat([first + (extra.transpose(0, 1) if self.batch_first else extra), rest], self.axis)
+
+    def sizes(self, x: Tensor) -> list[int]:
+        return [x.shape[1 - self.axis]] * x.shape[self.axis]
+
+    def by_time(self, x: Tensor) -> Tensor:
+        return x.movedim(self.axis, 0).reshape(-1, x.shape[-1])
+
+    def from_time(self, rows: Tensor, like: Tensor) -> Tensor:
+        return rows.unflatten(0, (like.shape[self.axis], like.shape[1 - self.axis])).movedim(0, self.axis)
 
     def arguments(self, u: Tensor, state: Any, weights: list[Tensor], biases: bool) -> tuple[Any, ...]:
         return u, state, weights, biases, 1, 0.0, True, False, self.batch_first
@@ -77,6 +98,15 @@ class Packed(Timeline):
     def add_to_first_step(self, u: Tensor, extra: Tensor) -> Tensor:
         first, rest = u.split([self._sizes[0], len(u) - self._sizes[0]])
         return torch.cat([first + extra[0, : self._sizes[0]], rest])
+
+    def sizes(self, x: Tensor) -> list[int]:
+        return self._sizes
+
+    def by_time(self, x: Tensor) -> Tensor:
+        return x
+
+    def from_time(self, rows: Tensor, like: Tensor) -> Tensor:
+        return rows
 
     def arguments(self, u: Tensor, state: Any, weights: list[Tensor], biases: bool) -> tuple[Any, ...]:
         return u, self.batch_sizes, state, weights, biases, 1, 0.0, True, False
