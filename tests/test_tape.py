@@ -630,10 +630,17 @@ def test_what_lies_between_model_and_losses_is_let_go_before_the_backward_pass(t
         (lambda x: x * -1.0, lambda x: x * -2.0),
         (lambda x: x.clamp(min=1), lambda x: x.clamp(max=1)),
         (lambda x: x[..., -1], lambda x: x[..., -2]),
+        (lambda x: x.sum(None, True), lambda x: x.sum(1)),
+        (lambda x: torch.std(x, True), lambda x: torch.std(x, 1)),
+        (lambda x: x[:1], lambda x: x[::1]),
+        (lambda x: x[:, None, 0], lambda x: x[None, :, 0]),
+        (lambda x: x[..., 0], lambda x: x[0]),
+        (lambda x: x[[1, 0], 2], lambda x: x[[1, 0, 2]]),
+        (lambda x: x[True, 0], lambda x: x[1, 0]),
     ],
 )
 def test_the_trail_tells_calls_apart(calls):
-    """hash(-1) is hash(-2)."""
+    """hash(-1) is hash(-2), hash(True) is hash(1)."""
     model, x = nn.Linear(6, 4), torch.randn(5, 6)
     trails = set()
     for call in calls:
@@ -655,6 +662,30 @@ def test_an_axis_that_changes_to_that_of_the_examples_is_noticed_at_once():
     for _ in range(4):
         step()
     model.axis = -2
+    with pytest.raises(cw.MixedExamples):
+        step()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (lambda h: (h * h).sum(1).view(-1, 1), lambda h: (h * h).sum(None, True).view(-1, 1)),
+        (lambda h: torch.std(h, 1).view(-1, 1), lambda h: torch.std(h, True).view(-1, 1)),
+        (lambda h: h[::1], lambda h: h[:1]),
+    ],
+)
+def test_a_call_that_looks_at_all_examples_from_now_on_is_noticed_at_once(calls):
+    """Its function and its numbers are those of a call that keeps them apart."""
+    model = Net(lambda s, x: s.b(s.a(x) / (1 + calls[s.late](s.a(x)))), a=nn.Linear(5, 6), b=nn.Linear(6, 3), late=False).double()
+
+    def step():
+        with cw.capture(model) as tape:
+            losses = squared_output(model(examples(9, 5)))
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+
+    for _ in range(9):
+        step()
+    model.late = True
     with pytest.raises(cw.MixedExamples):
         step()
 

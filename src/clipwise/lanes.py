@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .kinds import ATTENTION, kind_of
-from .structure import holds_numbers_only
-from .trail import SMALL, further, told_apart
+from .trail import CLOSE, OPEN, SMALL, are_axes, further, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -108,11 +107,13 @@ def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, note
                 said.append(told_apart(value))
         elif kind is float or kind is str:
             said.append(told_apart(value))
-        elif kind is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
+        elif value is None:
+            said.append(None)
+        elif kind is tuple and not takes_sizes and are_axes(value):
             said.append(value)
         elif takes_sizes and kind in _SIZES and _WHOLE.issuperset(map(type, value)):
-            said.extend([told_apart(size) for size in value if size in SMALL])
-        elif value is not None:
+            said.extend((OPEN, *[told_apart(size) for size in value if size in SMALL], CLOSE))
+        else:
             return -1
     return count
 

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+OPEN, CLOSE = object(), object()  # around the entries of a list or tuple
+_WHOLE = frozenset({int})
 SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
 
 
@@ -15,10 +17,18 @@ def further(trail: int, said: Iterable[Any]) -> int:
 
 
 def told_apart(value: Any) -> Any:
-    """hash(-1) is hash(-2): the last axis would be the one before it. And what is not a number is told by its address: float("nan") would be another each time."""
+    """hash(-1) is hash(-2): the last axis would be the one before it. And hash(True) is hash(1), a flag would be an axis; and what is not a number is told by
+    its address: float("nan") would be another each time."""
+    if value.__class__ is bool:
+        return "true" if value else "false"
     if value != value:
         return "nan"
     return value if value != -1 else "-1"
+
+
+def are_axes(values: tuple[Any, ...]) -> bool:
+    """Whether these are integers whose hashes tell them apart, as they stand."""
+    return _WHOLE.issuperset(map(type, values)) and -1 not in values
 
 
 def as_number(value: Any) -> int | None:

@@ -20,10 +20,10 @@ from .program import ProgramCall
 from .registry import INSIDE, REWRITES, RULES, SPREADS, Rule, Use
 from .rules.fallback import differentiate_each_example
 from .rules.spread import spread_rule
-from .structure import holds_numbers_only, tensors_in
+from .structure import tensors_in
 from .tapping import insert_tap, no_rule, not_covered, tapped, tapped_again
 from .taps import Deposit
-from .trail import SMALL, as_number, further, told_apart
+from .trail import CLOSE, OPEN, SMALL, are_axes, as_number, further, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -97,7 +97,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _look_through(self, values: Any, tracked: list[Tensor], said: list[Any], takes_sizes: bool) -> bool:
-        """Collect the weights among `values`, and numbers and words, but no sizes, in `said`; whether there is example data too."""
+        """Collect the weights among `values`, and what is no tensor, but no sizes, in `said`; whether there is example data too."""
         example = False
         marks, tape = self.tape.marks, self.tape
         for value in values:
@@ -121,14 +121,21 @@ class Watch(TorchFunctionMode):
                     said.append(told_apart(value))
             elif isinstance(value, float | str):
                 said.append(told_apart(value))
-            elif type(value) is tuple and not takes_sizes and holds_numbers_only(value) and -1 not in value:
+            elif value is None:
+                said.append(None)
+            elif type(value) is tuple and not takes_sizes and are_axes(value):
                 said.append(value)
             elif isinstance(value, list | tuple):
+                said.append(OPEN)
                 example = self._look_through(value, tracked, said, takes_sizes) or example
+                said.append(CLOSE)
             elif isinstance(value, slice):
+                said.append(slice)
                 self._look_through((value.start, value.stop, value.step), tracked, said, False)
-            elif value is not None and hasattr(value, "__index__"):  # an integer of numpy's
+            elif hasattr(value, "__index__"):  # an integer of numpy's
                 said.append(told_apart(as_number(value)))
+            else:
+                said.append(type(value))
         return example
 
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
