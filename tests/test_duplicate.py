@@ -141,6 +141,18 @@ def test_nothing_that_changes_is_shared():
     assert twin.counted == 1 and twin.inner[1].num_batches_tracked == 1 and twin.inner[0].weight is module.inner[0].weight
 
 
+def test_a_copy_of_a_module_that_was_compiled_in_place_runs_itself():
+    """Not the code that was compiled of the module it was copied from."""
+    module = Keeps()
+    module.inner.compile(backend="eager")
+    module.compile(backend="eager")
+    before = told({**vars(module), "_compiled_call_impl": None}, {})
+    twin = isolated(module)
+    assert twin._compiled_call_impl is None and twin.inner._compiled_call_impl is None
+    twin(torch.randn(5, 3))
+    assert told({**vars(module), "_compiled_call_impl": None}, {}) == before and twin.counted == 1
+
+
 def test_draws_of_generators_that_a_module_holds_are_noticed():
     module = Keeps()
     before = random_fingerprint([module])

@@ -13,6 +13,7 @@ from torch import nn
 import clipwise as cw
 from clipwise import planner, tracing
 from clipwise.compiled import tail, tails
+from clipwise.compiled.lending import Lending
 from clipwise.compiled.sums import GraphSums
 from clipwise.experience import experience_of
 from clipwise.layout import Layout, Table
@@ -153,6 +154,49 @@ def test_sums_lie_where_the_graph_leaves_them_unless_somebody_holds_them(replays
     assert all(total.data_ptr() in places for total in second.sums.values())
     assert not any(total.data_ptr() in places for total in first.sums.values())
     assert_same(first, second)
+
+
+def test_sums_that_are_held_while_there_is_no_room_for_them_stay_what_they_are(replays, monkeypatch):
+    """They move to memory of their own before the next replay; if that fails, and is tried again, it is not too late."""
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    first, _ = step(model, x, y)
+    before = [total.clone() for total in first.sums.values()]
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "_foreach_add", without_room)
+        step(model, examples(9, 12), y)
+    step(model, examples(9, 12), y)
+    assert all(map(torch.equal, before, first.sums.values()))
+
+
+def without_room(*_):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_what_saved_tensor_hooks_keep_of_sums_stays_what_it_is(replays):
+    """They may keep a sum by another name than the one that is followed."""
+    model = mlp(12, (8, 9), 3).double()
+    begun(model)
+    x, y = examples(9, 12), torch.randint(0, 3, (9,))
+    expected = without_tail(model, x, y)
+    with cw.capture(model) as tape:
+        losses = losses_of(model, x, y)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+        loss = cw.clipped_loss(tape, losses, cw.flat(0.3))
+    step(model, examples(9, 12), y)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.sums[name])
+
+
+def test_what_cannot_be_lent_is_copied():
+    """Flags of many examples, say."""
+    lending, flags, sums = Lending(), torch.ones(5, dtype=torch.bool), torch.ones(3)
+    held = lending.lend([flags, sums])
+    lending.take_back()
+    flags.zero_(), sums.zero_()
+    assert held[0].dtype == torch.bool and held[0].all() and torch.equal(held[1], torch.ones(3))
 
 
 def test_views_of_clipped_gradients_stay_what_they_are(replays):
@@ -431,6 +475,23 @@ def test_what_was_verified_otherwise_is_forgotten():
     assert experience.layouts[0]
     experience.compare(0, [(7, Layout((0, 1), "strided"), shape)], 4)
     assert not experience.layouts[0] and experience.revision == 1
+
+
+def test_a_layout_that_was_replaced_is_not_taken_for_the_one_that_fitted():
+    """Rows lie time first, then once batch first, by the same calls; then time first again."""
+
+    def forward(s, x, sizes):
+        found = s.b(s.a(x).tanh()).squeeze(-1).square()
+        return F.interpolate(found.view(1, 1, *x.shape[:2]), sizes, None, "area").view(9)
+
+    model = Net(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 1)).double()
+    for steps, sizes in [*[(18, (1, 9))] * 9, (10, (9, 1)), (18, (1, 9))]:
+        x = examples(*((steps, 9, 5) if sizes[0] == 1 else (9, steps, 5)))
+        with cw.capture(model) as tape:
+            losses = model(x, sizes)
+        found = cw.per_example_norms(tape, losses)
+        gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in model(x, sizes)]
+        torch.testing.assert_close(found, torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in gradients]))
 
 
 def test_a_clipping_of_ones_own_that_moves(replays):

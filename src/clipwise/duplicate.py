@@ -51,7 +51,8 @@ def duplicate(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if isinstance(value, nn.Module) and _is_plain(kind) and "__deepcopy__" not in vars(value):
         made = memo[key] = kind.__new__(kind)
-        made.__setstate__({name: item if type(item) in _SHARED else duplicate(item, memo) for name, item in vars(value).items()})
+        state = value.__getstate__()  # without what was compiled: that would run the original
+        made.__setstate__({name: item if type(item) in _SHARED else duplicate(item, memo) for name, item in state.items()})
         return made
     return copy.deepcopy(value, memo)
 

@@ -50,9 +50,14 @@ class Experience:
                 del known[key]
                 self.revision += 1
 
+    def learn(self, way: int, layouts: Mapping[int, Layout]) -> None:
+        """Where the examples lie at taps from now on."""
+        self._fitted = None
+        self.layouts.setdefault(way, {}).update(layouts)
+
     def fit(self, way: int, batch: int, created: dict[int, torch.Size]) -> None:
         """What is known of this way fits all taps that were made, with so many examples."""
-        self._fitted = way, self.revision, batch, created
+        self._fitted = way, self.revision, batch, dict(created)
 
     def has_fitted(self, way: int, batch: int, created: dict[int, torch.Size]) -> bool:
         """Whether that was found of the last ones, and these are like them."""

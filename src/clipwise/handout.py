@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .taps import applied
+from .taps import applied, has_saving_hooks
 
 Listener = Callable[[Tensor, list[Tensor]], None]  # is told the gradient of the scalar, and what is about to be added to p.grad
 
@@ -18,6 +18,8 @@ def handed_out(value: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[st
     names = [name for name in sums if name in parameters]
     with torch._C.DisableTorchFunction():  # none of a tape's business
         totals = [sums[name] if sums[name].dtype == parameters[name].dtype else sums[name].to(parameters[name].dtype) for name in names]
+        if has_saving_hooks():  # which may keep another name of a sum that is lent
+            totals = [total.clone() for total in totals]
     return applied(_HandOut, value, listener, len(names), *totals, *(parameters[name] for name in names))
 
 

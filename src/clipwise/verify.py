@@ -224,4 +224,4 @@ def _remember(tape: Tape, batch: int, way: int, placed: _Placed, tried: int) -> 
         return
     experience.zeros.update((way, key) for key in placed.quiet)
     layouts = {placed.keys[tap]: placed.places[tap] for tap in placed.proven}
-    experience.layouts.setdefault(way, {}).update({key: place for key, place in layouts.items() if isinstance(place, Layout)})
+    experience.learn(way, {key: place for key, place in layouts.items() if isinstance(place, Layout)})

@@ -20,16 +20,17 @@ class Lending:
         self._lent: list[weakref.ref[Tensor]] = []
 
     def lend(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """The same numbers, by names that nobody else has."""
-        lent = [result.data for result in results]  # with version counters of their own: a replay is no write that autograd must know of
-        self._lent = [weakref.ref(tensor) for tensor in lent]
+        """The same numbers, by names that nobody else has. What is not of floating point is copied."""
+        # .data: with version counters of their own, since a replay is no write that autograd must know of
+        lent = [result.data if result.is_floating_point() else result.clone() for result in results]
+        self._lent = [weakref.ref(tensor) for tensor in lent if tensor.is_floating_point()]
         return lent
 
     def take_back(self) -> None:
-        """Before the graph is replayed. What is still held moves to memory of its own."""
+        """Before the graph is replayed. What is still held moves to memory of its own; if there is none, it stays lent."""
         held = [tensor for reference in self._lent if (tensor := reference()) is not None]
-        self._lent = []
         if held:
             with torch.no_grad():
                 for tensor, own in zip(held, torch._foreach_add(held, 0.0)):
                     tensor.data = own
+        self._lent = []
