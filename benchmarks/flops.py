@@ -174,7 +174,8 @@ def main() -> None:
     found = ratios(cases() | sequence_cases())
     print(f"{'case':26s} {'bookkeep':>9s} {'reweight':>9s} {'best peer, tuned':>17s}")
     for name, row in found.items():
-        print(f"{name:26s} {row['bookkeep']:9.2f} {row['reweight']:9.2f} {PEER.get(name, float('nan')):17.2f}")
+        peer = f"{PEER[name]:.2f}" if name in PEER else "not measured"
+        print(f"{name:26s} {row['bookkeep']:9.2f} {row['reweight']:9.2f} {peer:>17s}")
     write_results("flops", {"machine": machine(), "ratios": found, "best_peer_tuned": PEER})
 
 
