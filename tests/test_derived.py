@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import clipwise as cw
+from clipwise.testing import squared_output
 from helpers import ALL_METHODS, Net, assert_exact, examples, row_norms
 
 P = nn.Parameter
@@ -110,6 +111,51 @@ def test_low_rank_update():
 def test_weight_norm(layer):
     shape = (4,) if isinstance(layer, nn.Linear) else (2, 5)
     assert_exact(Net(lambda s, x: torch.tanh(s.a(x)), a=parametrizations.weight_norm(layer)), examples(5, *shape), methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_way_back_that_rounds_more_than_sums_do(dtype):
+    """The gradient of torch.matrix_exp is less exact the larger its matrix: an orthogonal layer was refused once it was trained."""
+    layer = parametrizations.orthogonal(nn.Linear(64, 64))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert_exact(
+        Net(lambda s, x: torch.tanh(s.a(x)), a=layer), examples(5, 64), dtype=dtype, tolerance=1e-4 if dtype == torch.float32 else 1e-9
+    )
+
+
+class SquaredOnTheWayBack(torch.autograd.Function):
+    """No linear map."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.abs()
+
+    @staticmethod
+    def vmap(info, in_dims, weight):
+        return SquaredOnTheWayBack.apply(weight), in_dims[0]
+
+
+def test_a_way_back_that_is_not_linear_is_refused():
+    model = Net(lambda s, x: F.linear(x, SquaredOnTheWayBack.apply(s.w)), w=nn.Parameter(torch.randn(3, 4))).double()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(5, 4)))
+    with pytest.raises(cw.WrongRule, match=r"the factors of w do not add up"):
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+def test_a_hook_that_changes_the_sum_of_gradients_is_named():
+    model = nn.Linear(4, 3).double()
+    model.weight.register_hook(lambda grad: grad * (torch.arange(4) % 2))
+    with cw.capture(model) as tape:
+        losses = squared_output(model(examples(5, 4)))
+    with pytest.raises(cw.WrongRule, match=r"has a hook \(register_hook\)"):
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
 
 
 def test_orthogonal_parametrization():

@@ -86,7 +86,7 @@ class ExampleGradients:
         self._sums: dict[int, FactorSum | PartSum] = {}
         self._measured: dict[int, list[Squares]] = {}
         self._seconds: dict[int, float | None] = {}
-        self._pulled: PulledBack | None = None
+        self.pulled: PulledBack | None = None
         self.precision = torch.float64  # the lowest precision in which a gradient arrived
         self.is_known = is_known
         self._calls: dict[int, list[str]] = {}  # where the way is new: who uses a parameter …
@@ -180,13 +180,13 @@ class ExampleGradients:
                 key: self._marks.parameters[key] for key in self._marks.roots_in_order(outputs) if self._marks.parameters[key].requires_grad
             }
             extra = {key: self._sums.pop(key) for key in inputs if key in self._sums}
-            self._pulled = PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
+            self.pulled = PulledBack(outputs, sums, inputs, extra, self.batch, self._watching)
         self._direct.clear()
         self._indirect.clear()
 
     def names(self) -> list[str]:
         """Parameters that the losses depend on."""
-        keys = [*self._sums, *(self._pulled.inputs if self._pulled else ())]
+        keys = [*self._sums, *(self.pulled.inputs if self.pulled else ())]
         return [name for key, name in self._marks.names.items() if key in keys]
 
     def normalisations(self) -> set[str]:
@@ -195,7 +195,7 @@ class ExampleGradients:
 
     def ways(self) -> dict[str, str]:
         """{name: how its norms were evaluated}, after they were."""
-        pulled = dict.fromkeys(self._pulled.inputs, "pulled back") if self._pulled else {}
+        pulled = dict.fromkeys(self.pulled.inputs, "pulled back") if self.pulled else {}
         return {self._marks.names[key]: way for key, way in [*((key, s.way) for key, s in self._sums.items()), *pulled.items()]}
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -223,8 +223,8 @@ class ExampleGradients:
                 alone[key] = self._measures(key, total, second_pass)
         if self._deciding.is_new:
             self._explain()
-        if self._pulled is not None:
-            alone |= {key: [known(squares)] for key, squares in self._pulled.squared_norms(self._deciding).items()}
+        if self.pulled is not None:
+            alone |= {key: [known(squares)] for key, squares in self.pulled.squared_norms(self._deciding).items()}
         norms = _added_up(alone)
         factors = [factor for _, factor in parts.values()]
         if together is not None:
@@ -241,7 +241,7 @@ class ExampleGradients:
             calls, total = experience.calls.get(name, ()), self._sums.get(key)
             if total is not None:
                 return Explained(name, calls, total.summary, total.way, self._seconds.get(key), total.kept_bytes // max(self.batch, 1))
-            pulled = self._pulled is not None and key in self._pulled.inputs
+            pulled = self.pulled is not None and key in self.pulled.inputs
             return Explained(name, calls, "through other weights", "pulled back", None, 0) if pulled else None
 
         if not is_tracing():
@@ -249,8 +249,8 @@ class ExampleGradients:
 
     def masses(self) -> dict[str, Tensor]:
         masses = {key: total.mass() for key, total in self._sums.items()}
-        if self._pulled is not None:
-            masses |= self._pulled.masses(self._deciding)
+        if self.pulled is not None:
+            masses |= self.pulled.masses(self._deciding)
         return {name: masses[key].to(self._device) for key, name in self._marks.names.items() if key in masses}
 
     def forget_terms(self) -> None:
@@ -284,8 +284,8 @@ class ExampleGradients:
         for exact, keys, matrices in alike.values():
             found = weighted_sums_together(matrices, exact, clean=clean)
             sums |= {key: total.view(self._sums[key].shape) for key, total in zip(keys, found)}
-        if self._pulled is not None:
-            sums |= self._pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self._pulled.inputs.items()})
+        if self.pulled is not None:
+            sums |= self.pulled.weighted_sums({key: weights[names[key]].to(p.device) for key, p in self.pulled.inputs.items()})
         return {name: sums[key] for key, name in names.items() if key in sums}
 
 

@@ -80,6 +80,17 @@ class PulledBack:
                 sums[key] = sums[key] + part if key in sums else part
         return sums
 
+    def rounding(self, weights: Tensor) -> dict[int, float]:
+        """How far Jᵀ Σ_i s_i g_i is from Σ_i s_i Jᵀ g_i, which are the same number but for what J rounds on its way."""
+        at_once = [total.weighted_sum(weights).unsqueeze(0) for total in self._sums]
+        pulled = example_gradients(self.outputs, list(self.inputs.values()), at_once, self._watching)
+        apart = self.weighted_sums(dict.fromkeys(self.inputs, weights))
+        found = {}
+        for key, (whole,) in zip(self.inputs, pulled):
+            direct = self._extra[key].weighted_sum(weights) if key in self._extra else 0.0
+            found[key] = float((whole + direct - apart[key]).norm())
+        return found
+
     def _each_chunk(self) -> Iterator[tuple[int, int, dict[int, Tensor]]]:
         """(start, stop, {parameter: (n, *shape)}) over chunks of examples."""
         inputs = list(self.inputs.values())
