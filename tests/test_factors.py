@@ -33,6 +33,7 @@ from clipwise.factors import (
 from clipwise.factors import convolution as convolution_module
 from clipwise.factors import sums as sums_module
 from clipwise.factors import ways as ways_module
+from clipwise.factors.pieces import Pieces
 from clipwise.factors.placed import Region, Storage, are_disjoint
 from clipwise.gradients import ExampleGradients
 from clipwise.layout import EvenGrouping, Layout, Table, TableGrouping
@@ -92,6 +93,37 @@ def test_every_way_gives_the_norm(kind, way, monkeypatch):
     total.forget_terms()
     weights = torch.rand(B, dtype=torch.float64)
     torch.testing.assert_close(total.weighted_sum(weights), torch.einsum("b,b...->...", weights, factor.dense()))
+
+
+@pytest.mark.parametrize("kind", ["outer", "convolution"])
+def test_what_is_kept_in_pieces_stays_there(kind, monkeypatch):
+    """Whatever is asked of it again, norms of all or gradients of some: in one piece it would lie twice."""
+    factor = KINDS[kind]()
+    monkeypatch.setitem(planner._AT_ONCE, "cpu", 2 * factor.numel)
+    monkeypatch.setattr(ways_module, "choose_way", lambda **_: "keep")
+    monkeypatch.setattr(Pieces, "grad", property(lambda _: pytest.fail("put together")))
+    total, written = sum_of([factor]), factor.dense()
+    for _ in range(2):
+        torch.testing.assert_close(total.squared_norms(MemoryBudget()), written.flatten(1).square().sum(1))
+        total.forget_terms()
+    for way in ("tiles", "written"):
+        torch.testing.assert_close(total.measured_by(way).now(), written.flatten(1).square().sum(1), rtol=1e-6, atol=0)
+    (kept,) = total.factors
+    assert isinstance(kept, Pieces) and [len(piece) for piece in kept.tensors] == [2] * (B // 2) + [1] * (B % 2)
+    assert total.row_matrices() is None and total.written is None
+    torch.testing.assert_close(total.dense(1, 4), written[1:4])
+    torch.testing.assert_close(total.dense(2, 4), written[2:4])
+    torch.testing.assert_close(kept.examples(1, 4).dense(), written[1:4])
+    torch.testing.assert_close(total.mass(), written.flatten(1).norm(dim=1))
+
+
+@pytest.mark.parametrize("batch", [3, 64])
+def test_a_graph_holds_a_few_pieces_of_any_batch(batch, monkeypatch):
+    monkeypatch.setitem(planner._AT_ONCE, "cpu", 1)
+    assert planner.examples_at_once(batch, 10, torch.device("cpu")) == 1
+    monkeypatch.setattr(planner, "is_tracing", lambda: True)
+    assert -(-batch // planner.examples_at_once(batch, 10, torch.device("cpu"))) <= 8
+    assert planner.examples_at_once(batch, 2**24, torch.device("cpu")) == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "diagonal"])

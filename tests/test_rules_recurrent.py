@@ -213,6 +213,45 @@ def test_the_forward_result_is_pytorch_s(kind, options):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("way", ["in place", "as it is"])
+@pytest.mark.parametrize("frozen", [("weight_hh_l0", "bias_hh_l0"), ("weight_ih_l0", "bias_ih_l0")], ids=["hidden side", "input side"])
+def test_one_side_frozen(kind, frozen, way):
+    def forward(s, x):
+        out, state = s.a(x)
+        if way == "in place":
+            out.mul_(2)
+            (state[0] if isinstance(state, tuple) else state).tanh_()
+        return out, state
+
+    model = Net(forward, a=LAYERS[kind](3, 4, batch_first=True))
+    for name in frozen:
+        getattr(model.a, name).requires_grad_(False)
+    assert_exact(model, examples(5, 4, 3), loss=everything, methods=ALL_METHODS)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_no_examples_and_no_steps(kind):
+    model = Net(lambda s, x: s.out(s.a(x)[0].sum(1)), a=LAYERS[kind](3, 4, batch_first=True), out=nn.Linear(4, 2))
+    for method in ALL_METHODS:
+        with cw.capture(model) as tape:
+            losses = squared_output(model(torch.zeros(0, 4, 3)))
+        assert all(float(total.abs().sum()) == 0 for total in cw.clipped_gradients(tape, losses, cw.flat(1.0), method=method).values())
+    with pytest.raises(RuntimeError, match=r"[Ee]xpected sequence length to be larger than 0"), cw.capture(model):
+        model(torch.zeros(5, 0, 3))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_gradient_penalty_is_refused_by_its_name(kind):
+    model, x = LAYERS[kind](3, 4, batch_first=True), examples(5, 3, 3).float().requires_grad_()
+    with cw.capture(model) as tape:
+        losses = squared_output(model(x)[0])
+        (slopes,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+        losses = losses + slopes.square().sum((1, 2))
+    with pytest.raises(cw.UnseenUse, match="a penalty on gradients"):
+        cw.clipped_gradients(tape, losses, cw.flat(1.0))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
 def test_partly_frozen(kind, frozen):
     layer = LAYERS[kind](3, 4, batch_first=True)

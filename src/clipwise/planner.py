@@ -28,6 +28,8 @@ _MOMENT = 25  # one in so many parts for what is let go again before anything el
 _ABOUT = 16  # one in so many parts more than what is let go in exchange is no more than that
 _CHUNK = {"cpu": 2**24, "cuda": 2**26}  # numbers that are looked at, or pulled back, at a time
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # numbers written out at a time, when nothing is kept, or on a CPU
+_IN_A_GRAPH = 8  # pieces there may be where each takes calls of its own, if they have less than …
+_AT_MOST = 2**24  # … numbers
 _IN_A_PASS = 4  # gradients of outputs that a backward pass has at once
 _TO_COMPARE = 64  # bytes that are needed meanwhile for each number that is compared with another
 
@@ -56,7 +58,11 @@ def compared_at_once(device: torch.device) -> int:
 
 def examples_at_once(batch: int, numel: int, device: torch.device) -> int:
     """How many examples' gradients, of so many numbers each, are written out at a time."""
-    return min(batch, max(1, _AT_ONCE.get(device.type, _AT_ONCE["cpu"]) // max(numel, 1)))
+    numel = max(numel, 1)
+    few = _AT_ONCE.get(device.type, _AT_ONCE["cpu"]) // numel
+    if is_tracing():
+        few = max(few, min(-(-batch // _IN_A_GRAPH), _AT_MOST // numel))
+    return min(batch, max(1, few))
 
 
 class Terms(NamedTuple):

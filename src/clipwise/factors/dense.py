@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype, flat_rows, in_working_precision, row_norms, to_accumulate, weighted_row_sum
 from .base import Factor, Grouping
+from .squares import Squares, of_rows
 
 
 class Dense(Factor):
@@ -45,6 +46,18 @@ class Dense(Factor):
     def dense(self) -> Tensor:
         return self.grad
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the gradients lie in one piece of memory."""
+        return True
+
+    def squares(self) -> Squares:
+        return of_rows(self.grad)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The gradients of some examples."""
+        return self.grad[start:stop]
+
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact = in_working_precision(weights, self.grad.dtype)
         return weighted_row_sum(flat_rows(self.grad), exact, clean=clean).view(self.shape)
@@ -67,7 +80,7 @@ class Dense(Factor):
         return merged
 
     def examples(self, start: int, stop: int) -> Dense:
-        return Dense(self.grad[start:stop])
+        return Dense(self.part(start, stop))
 
     def reshaped(self, shape: torch.Size) -> Dense:
         return Dense(self.grad.reshape(self.batch, *shape), mass=self._mass)

@@ -59,7 +59,7 @@ class FactorSum:
         """The gradients of some examples, written out."""
         stop = self.batch if stop is None else stop
         if self._kept is not None:
-            return self._kept.grad[start:stop]
+            return self._kept.part(start, stop)
         whole = (start, stop) == (0, self.batch)
         first, *rest = ((factor if whole else factor.examples(start, stop)).dense() for factor in self.factors)
         for other in rest:
@@ -115,12 +115,12 @@ class FactorSum:
         return measured.rounded_up(1 + 4 * rounded) if way == "product" else self._as_added(measured, rounded)
 
     def _keep(self) -> Squares:
-        if self.device.type != "cpu" or self.batch == 0:
-            self._kept = Dense(self.dense())
-            return of_rows(self._kept.grad)
-        pieces = Pieces(self._a_few_at_a_time(self.dense))
-        self._kept = pieces
-        return pieces.squares()
+        if self._kept is None:
+            in_pieces = self.device.type == "cpu" and self.batch > 0
+            self._kept = (
+                Pieces(self._a_few_at_a_time(lambda start, stop: Dense(self.dense(start, stop)))) if in_pieces else Dense(self.dense())
+            )
+        return self._kept.squares()
 
     def _by_kernel(self, keep: bool, tile: int) -> Squares:
         [factor] = self.factors
@@ -185,13 +185,13 @@ class FactorSum:
         if len(self.factors) > 1 or self.batch == 0:
             return False
         factor = self.factors[0]
-        return isinstance(factor, Dense) or (isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1))
+        return (isinstance(factor, Dense) and factor.is_whole) or (isinstance(factor, Outer) and (factor.blocks, factor.terms) == (1, 1))
 
     @property
     def written(self) -> Tensor | None:
         """The gradients, (B, n), where they lie written out in one piece."""
         found = self._kept or (self.factors[0] if len(self.factors) == 1 else None)
-        return flat_rows(found.grad) if isinstance(found, Dense) and not (isinstance(found, Pieces) and not found.is_whole) else None
+        return flat_rows(found.grad) if isinstance(found, Dense) and found.is_whole else None
 
     def forget_terms(self) -> None:
         """Free what a written-out gradient was made of. No mass is known any more."""
@@ -226,7 +226,7 @@ class FactorSum:
         if len(self.factors) == 1 and isinstance(single, Outer) and single.terms <= 1:
             return single.single_term_squares()
         if len(self.factors) == 1 and isinstance(single, Dense):
-            return of_rows(single.grad)
+            return single.squares()
         if way == "gram":
             return self._gram()
         return one_behind_the_other(self._a_few_at_a_time(lambda start, stop: of_rows(self.dense(start, stop))))

@@ -33,7 +33,8 @@ _of_sigmoid, _of_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_bac
 def pays(kernel: Callable[..., Any], u: Tensor, sizes: Sequence[int]) -> bool:
     """Whether a layer with these pre-activations is faster this way. sizes: rows of every step."""
     is_plain = u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-    return is_plain and sizes[0] * u.shape[-1] ** 2 >= _LEAST_WORK.get(kernel, math.inf)
+    work = sizes[0] * u.shape[-1] ** 2 if sizes else 0
+    return is_plain and work > 0 and work >= _LEAST_WORK.get(kernel, math.inf)
 
 
 def through_time(
@@ -43,30 +44,33 @@ def through_time(
 
     x: (N, d) and u = x W_ihᵀ + b_ih: (N, p), rows by time. state: (1, B, H) each. weights: w_ih, w_hh, b_ih, b_hh.
     """
-    outputs: tuple[Tensor, ...] = applied(_ThroughTime, kernel is torch.lstm, list(sizes), len(state), x.detach(), u, *state, *weights)
+    w_ih, w_hh, b_ih, b_hh = weights
+    outputs: tuple[Tensor, ...] = applied(_ThroughTime, kernel is torch.lstm, list(sizes), (x, w_ih, b_ih), u, w_hh, b_hh, *state)
     return outputs[: 1 + len(state)]
 
 
 class _ThroughTime(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, is_lstm: bool, sizes: list[int], states: int, x: Tensor, u: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
-        state, weights = _given(rest[:states]), rest[states:]
-        outputs: tuple[Tensor, ...] = _forward(is_lstm, x, state, _given(weights), sizes)
-        ctx.is_lstm, ctx.sizes, ctx.states = is_lstm, sizes, states
-        ctx.save_for_backward(u, outputs[0], *state, *_given(weights[1::2]))
+    def forward(
+        ctx: Any, is_lstm: bool, sizes: list[int], inner: tuple[Tensor | None, ...], u: Tensor, w_hh: Tensor, b_hh: Tensor | None, *state: Tensor
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """inner: x, w_ih, b_ih, whose gradients go through u. They are no arguments of autograd's."""
+        x, w_ih, b_ih = inner
+        outputs: tuple[Tensor, ...] = _forward(is_lstm, x, state, _given((w_ih, w_hh, b_ih, b_hh)), sizes)
+        ctx.is_lstm, ctx.sizes = is_lstm, sizes
+        ctx.save_for_backward(u, w_hh, b_hh, outputs[0], *state)
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        u, output, *rest = ctx.saved_tensors
-        state, weights = rest[: ctx.states], rest[ctx.states :]
+        u, w_hh, b_hh, output, *state = ctx.saved_tensors
         arriving = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, (output, *state))]
-        given = ctx.next_functions  # of tensors alone: x, u, state, weights
-        wanted = any(_is_asked_for(node) for node, _ in given[2 + ctx.states :][1::2])
-        du, dh, dc, dw, db = _backward(ctx.is_lstm, u, output, state, weights, arriving, ctx.sizes, wanted)
-        of_weights = [None, dw, None, db if len(weights) == 2 else None] if wanted else [None] * 4
-        return None, None, None, None, du, *(dh, dc)[: ctx.states], *of_weights
+        of_hidden = ctx.next_functions[1 : 2 if b_hh is None else 3]
+        wanted = any(_is_asked_for(node) for node, _ in of_hidden)
+        with torch._C.DisableTorchFunction():  # a tape that is on would ask for a rule
+            du, dh, dc, dw, db = _backward(ctx.is_lstm, u, output, state, _given((w_hh, b_hh)), arriving, ctx.sizes, wanted)
+        return None, None, None, du, dw if wanted else None, db if wanted and b_hh is not None else None, *(dh, dc)[: len(state)]
 
 
 def _is_asked_for(node: Any) -> bool:

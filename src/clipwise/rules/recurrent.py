@@ -114,7 +114,7 @@ class _Layer:
         tracked = [w for w in (weights.w_hh, weights.b_hh, weights.w_hr) if w is not None and watch.tape.marks.kind(w) == TRACKED]
         state = [part if part.dtype == u.dtype else part.to(u.dtype) for part in state]
         if not tracked:
-            return self._kernel(x, u, state)
+            return tuple([output.clone() if output._is_view() else output for output in self._kernel(x, u, state)])
         deposit = Deposit(self._prepare)
         names = {"w_hh": weights.w_hh, "b_hh": weights.b_hh, "w_hr": weights.w_hr}
         slots = (slot(0, True), slot(1, True), slot(2, False))
