@@ -163,6 +163,11 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine(), "cases": {}}
     with pretending():
         for name in options.cases:
+            try:
+                CASES[name].build()
+            except ModuleNotFoundError as error:
+                print(f"{name} is left out: {error.name} is not installed")
+                continue
             rows = {way.__name__[1:]: measure(CASES[name], way, options.steps) for way in (_ordinary, _private, _compiled)}
             results["cases"][name] = rows
             for way, row in rows.items():

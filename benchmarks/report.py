@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 from pathlib import Path
@@ -22,10 +23,12 @@ def sign(figure: Any) -> None:
 
 
 def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Write results/<date>-<name>.json; the directory may be moved with CLIPWISE_RESULTS."""
+    """Write results/<date>-<name>.json, or …-2.json and so on where there is one; the directory may be moved with CLIPWISE_RESULTS."""
     folder = Path(os.environ.get("CLIPWISE_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{datetime.date.today().isoformat()}-{name}{'-gpu' if torch.cuda.is_available() else ''}.json"
+    title = f"{datetime.date.today().isoformat()}-{name}{'-gpu' if torch.cuda.is_available() else ''}"
+    names = (f"{title}{f'-{number}' if number > 1 else ''}.json" for number in itertools.count(1))
+    path = next(folder / one for one in names if not (folder / one).exists())
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path}")
     return path

@@ -47,6 +47,26 @@ def test_whether_there_is_a_graph_does_not_depend_on_a_record(spoiled):
     assert len(step.graphs.variants) == 1
 
 
+@pytest.mark.parametrize("number", range(1, 10))
+def test_a_batch_that_no_step_can_be_made_of_says_nothing_of_the_others(number):
+    """A label that is none, in whichever step a graph is about to be made."""
+    model = built(lambda: nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = cw.PrivacyPlan(dataset_size=RECORDS, batch_size=12, steps=12, delta=1e-3, clipping=cw.flat(0.5), noise_multiplier=1.0)
+    private = cw.PrivateTraining(model, optimizer, plan, own_batches=True)
+    step = private.compile(mean_loss, backend="eager")
+    x, y = X[:9], torch.arange(9) % 3
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this step is not compiled")
+        for now in range(1, 13):
+            if now == number:
+                with pytest.raises(IndexError):
+                    step(x, y + 7)
+                private.discard()
+            step(x, y)
+    assert len(step.graphs.variants) == 1
+
+
 @pytest.mark.parametrize("rows", [3, 5, 7])
 @pytest.mark.parametrize("kind", ["attention", "lstm"])
 def test_few_rows(kind, rows):

@@ -79,7 +79,7 @@ def test_how_much_may_be_kept_can_be_said(megabytes, way, monkeypatch):
     assert budget.has_for_a_moment(2**29)
 
 
-@pytest.mark.parametrize("said", ["abc", "nan", "inf", "1 GB"])
+@pytest.mark.parametrize("said", ["abc", "nan", "inf", "1 GB", "-5"])
 def test_what_may_be_kept_is_a_number(said):
     assert planner.bytes_to_keep(None) is planner.bytes_to_keep("") is None
     with pytest.raises(ValueError, match="CLIPWISE_KEEP_MB must be a number of megabytes"):

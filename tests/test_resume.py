@@ -171,6 +171,33 @@ def test_a_ledger_of_another_plan_in_use_or_damaged_is_refused(tmp_path):
         ledgers.read(tmp_path / "other")
 
 
+def test_a_count_that_was_cut_off_or_changed_is_no_smaller_one(tmp_path):
+    path = tmp_path / "ledger"
+    private, model, optimizer = training(seed=None, ledger=path)
+    for _ in steps(private, model, optimizer, limit=3):
+        pass
+    private.close()
+    whole = path.read_bytes()
+    assert whole.endswith(b"\nspent 000000000003 000000000003\n") and ledgers.read(path).spent == 3
+    for cut in range(2, 30):
+        path.write_bytes(whole[:-cut])
+        if cut == 14:  # the first of the two is whole
+            assert ledgers.read(path).spent == 3
+            continue
+        with pytest.raises(cw.BadLedger, match="is damaged"):
+            ledgers.read(path)
+    for place in range(len(whole) - 26, len(whole) - 1):  # in one of the two counts, or between them
+        path.write_bytes(whole[:place] + b"0" + whole[place + 1 :])
+        try:
+            assert ledgers.read(path).spent == 3
+        except cw.BadLedger:
+            assert whole[place : place + 1] == b" "
+    path.write_bytes(whole.replace(b" 000000000003\n", b"\n"))  # as it was written before there were two
+    assert ledgers.read(path).spent == 3
+    path.write_bytes(whole.replace(b" 000000000003\n", b" 000000000004\n"))  # the machine stopped in between
+    assert ledgers.read(path).spent == 4
+
+
 def test_the_step_is_counted_before_it_is_released(tmp_path, monkeypatch):
     path = tmp_path / "ledger"
     private, model, optimizer = training(seed=None, ledger=path)

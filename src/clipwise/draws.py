@@ -112,14 +112,16 @@ class Draws:
         if entries + more > self.current.rows:
             raise WrongDraw(
                 f"{entries + more} losses for a draw of {self.current.rows} rows.",
-                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard().",
+                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard(), or with draw=True to go on with the next draw.",
             )
 
     def check_complete(self, entries: int) -> None:
         rows = self.current.rows if self.current is not None else 0
         if self.current is None or entries != rows:
             raise WrongDraw(
-                f"step() after {entries} of the {rows} rows of its draw.", "Send every row of the draw through private.loss, once."
+                f"step() after {entries} of the {rows} rows of its draw.",
+                'Send every row of the draw through private.loss, once, with one loss an example (reduction="none"); a compiled step takes the whole draw '
+                "(private.compile(…, rows=n) computes n rows at a time). To give a draw up: private.discard(draw=True).",
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,19 +123,22 @@ _locked_here: set[Path] = set()  # a process does not lock itself out
 
 
 def _line(spent: int) -> str:
-    return f"spent {spent:012d}\n"
+    return f"spent {spent:012d} {spent:012d}\n"
+
+
+_LINE = re.compile(r"spent (\d{12})(?: (\d{12}))?")
 
 
 def read(path: str | Path) -> Record:
-    """What a ledger file says, without touching it."""
+    """What a ledger file says, without touching it. The count stands there twice: where the two differ (the machine stopped in between), the larger one."""
     repair = "Give the file that PrivateTraining(…, ledger=path) or `clipwise train` wrote."
     try:
         header, count = Path(path).read_text(encoding="utf-8").splitlines()
         values = json.loads(header)
-        word, number = count.split()
-        if values.get("clipwise_ledger") != _FORMAT or word != "spent":
-            raise ValueError("another format")
-        return Record(PrivacyPlan.from_dict(values["plan"]), int(number), values["facts"])
+        line = _LINE.fullmatch(count)
+        if values.get("clipwise_ledger") != _FORMAT or line is None:
+            raise ValueError("another format, or cut off")
+        return Record(PrivacyPlan.from_dict(values["plan"]), max(int(number) for number in line.groups() if number), values["facts"])
     except FileNotFoundError:
         raise BadLedger(f"there is no ledger {path}.", repair) from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:

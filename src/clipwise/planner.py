@@ -39,9 +39,12 @@ def bytes_to_keep(said: str | None) -> int | None:
     if not said:
         return None
     try:
-        return round(float(said) * 2**20)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{_KEEP} must be a number of megabytes, got {said!r}") from error
+        found = round(float(said) * 2**20)
+    except (ValueError, OverflowError):
+        found = -1
+    if found < 0:
+        raise ValueError(f"{_KEEP} must be a number of megabytes, got {said!r}")
+    return found
 
 
 _SET = bytes_to_keep(os.environ.get(_KEEP))  # on every device

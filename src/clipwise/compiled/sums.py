@@ -64,6 +64,7 @@ class GraphSums:
         ] = {}  # attributes of modules in which every forward pass leaves another tensor, and what was there
         self._changes = 0  # traces that left other numbers in the model
         self._patience = Patience()
+        self._doubted: tuple[Any, str] | None = None  # what could not be traced (None: what was, and cannot be any more), and why
         self.variants: dict[Any, Variant] = {}
 
     def batch(self, given: Any, count: int) -> Batch:
@@ -79,10 +80,17 @@ class GraphSums:
     def remember(self, batch: Batch) -> None:
         """A step was made with this batch."""
         self._leaves.remember(batch.structure, batch.has_rows)
+        doubted, self._doubted = self._doubted, None
+        if doubted is not None:
+            key, why = doubted
+            (self.give_up if key is None else _warn)(why)
 
     def due(self, batch: Batch) -> Variant | None:
         """The graph that this step is to be made by; None: by the tape. Eager steps verify the model now and then; then the graph is
         looked at too: it must be what would be traced today."""
+        if self._doubted is not None:  # no step could be made of that batch either
+            self._attempts.pop(self._doubted[0], None)
+            self._doubted = None
         if self._is_given_up or not batch.count:
             return None
         experience = experience_of(self._modules)
@@ -160,10 +168,12 @@ class GraphSums:
             del self._attempts[key]
             if self._changes > 1:  # not only something that is worked out once
                 self.give_up(error)
+        except NotTraceable as error:
+            if self._attempts[key] == ATTEMPTS:
+                _warn(error)
         except Exception as error:
-            if not isinstance(error, NotTraceable) or self._attempts[key] == ATTEMPTS:
-                self._attempts[key] = ATTEMPTS
-                _warn(error if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}")
+            self._attempts[key] = ATTEMPTS
+            self._doubted = key, f"{type(error).__name__}: {error}"
 
     def _traced(self, state: State, batch: Batch, layouts: dict[int, Layout] | None = None) -> Traced:
         first, _ = batch.parts[0]
@@ -241,10 +251,9 @@ class GraphSums:
                 again = self._traced(state, batch)
             if variant.traced.is_same_as(again):
                 return
-            why: object = _CHANGED
+            self.give_up(_CHANGED)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        self.give_up(why)
+            self._doubted = None, f"{type(error).__name__}: {error}"
 
     def give_up(self, why: object) -> None:
         """No graph from now on."""
