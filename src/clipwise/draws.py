@@ -112,7 +112,8 @@ class Draws:
         if entries + more > self.current.rows:
             raise WrongDraw(
                 f"{entries + more} losses for a draw of {self.current.rows} rows.",
-                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard(), or with draw=True to go on with the next draw.",
+                "Each row of a draw has one loss, and a step takes one draw, in their order. After an exception: private.discard(), or with draw=True "
+                "to go on with the next draw.",
             )
 
     def check_complete(self, entries: int) -> None:
