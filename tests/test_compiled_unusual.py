@@ -1,7 +1,10 @@
 """Compiled steps of trainings that do something unusual: the same numbers, or a reason that is true."""
 
+import copy
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,6 +68,115 @@ def test_a_batch_that_no_step_can_be_made_of_says_nothing_of_the_others(number):
                 private.discard()
             step(x, y)
     assert len(step.graphs.variants) == 1
+
+
+SEQUENCES = {
+    "time first": (lambda m, x: m(x).square().sum((0, 2)), lambda b: (20, b, 4), lambda x, i: torch.cat([x[:, :i], x[:, i + 1 :]], 1)),
+    "time first, as many examples as rows": (
+        lambda m, x: m(x).square().sum((0, 2)),
+        lambda b: (8 * b, b, 4),
+        lambda x, i: torch.cat([x[:, :i], x[:, i + 1 :]], 1),
+    ),
+    "pairs": (
+        lambda m, x: (m(x).chunk(2)[0] - m(x).chunk(2)[1]).square().sum(1),
+        lambda b: (2 * b, 4),
+        lambda x, i: torch.cat([half[torch.arange(len(half)) != i] for half in x.chunk(2)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_batches_of_ones_own_are_cut_between_examples_only(name, rows):
+    """Cut along another axis, an example would count once for every part."""
+    of_model, shape, without = SEQUENCES[name]
+    model = built(lambda: nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plan = cw.PrivacyPlan(dataset_size=RECORDS, batch_size=8, steps=90, delta=1e-3, clipping=cw.flat(0.1), noise_multiplier=1.0)
+    private = cw.PrivateTraining(model, optimizer, plan, own_batches=True)
+    seen = []
+    real = private._updates.release
+    private._updates.release = lambda number, optimizer, sums, *rest: (
+        seen.append({k: s.clone() for k, s in sums.items()}),
+        real(number, optimizer, sums, *rest),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = private.compile(of_model, rows=rows, backend="eager")
+        for batch in (8, 8, 7, 8, 8, 8, 9, 8):
+            x = torch.randn(shape(batch), dtype=torch.float64)
+            for records in (x, *(without(x, i) for i in range(3))):
+                try:
+                    step(records)
+                except cw.WrongDraw:  # said, and computed whole from now on
+                    private.discard()
+                    step(records)
+            whole, *others = (torch.cat([s.flatten() for s in sums.values()]) for sums in seen[-4:])
+            assert all(float((whole - other).norm()) <= 0.1 * (1 + 1e-9) for other in others)
+
+
+def test_a_training_is_not_copied():
+    model = built(lambda: nn.Linear(4, 3))
+    plan = cw.PrivacyPlan(dataset_size=RECORDS, batch_size=8, steps=9, delta=1e-3, clipping=cw.flat(0.1), noise_multiplier=1.0)
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    for one in (private, private.compile(mean_loss, backend="eager")):
+        with pytest.raises(TypeError, match="is not copied: the copy of its optimizer would step without noise"):
+            copy.deepcopy(one)
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random() < 0.02, lambda: np.random.random() < 0.02])
+def test_coins_of_python_s_and_numpy_s_are_not_baked_in(draw):
+    losses_of = lambda model, x, y: mean_loss(model, x, y) * (2 if draw() else 1)
+    with pytest.warns(UserWarning, match=r"this step is not compiled.*random numbers of Python's or numpy's"):
+        _, step, _ = train(built(lambda: nn.Linear(4, 3)), X, losses_of=losses_of, steps=9)
+    assert not step.graphs.variants
+
+
+def moved(model, how):
+    if how == "module":
+        model.pre, model.post = None, model.pre
+    elif how == "parameter":
+        model.shift, model.scale = model.scale, None
+    elif how == "buffer":
+        model.off, model.mask = model.mask, None
+    else:
+        type(model).forward = lambda self, x: self.b(self.a(x)) * 3
+
+
+@pytest.mark.parametrize("how", ["module", "parameter", "buffer", "class"])
+def test_what_moves_to_another_place_is_followed(how):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pre, self.post, self.a, self.b = nn.LayerNorm(4), None, nn.Linear(4, 4), nn.Linear(4, 3)
+            self.scale, self.shift = nn.Parameter(torch.full((3,), 2.0)), None
+            self.register_buffer("mask", torch.tensor([1.0, 0.5, 0.2]))
+            self.register_buffer("off", None)
+
+        def forward(self, x):
+            x = self.a(x if self.pre is None else self.pre(x))
+            x = self.b(x if self.post is None else self.post(x))
+            x = x if self.scale is None else x * self.scale
+            x = x if self.shift is None else x + self.shift
+            x = x if self.mask is None else x * self.mask
+            return x if self.off is None else x + self.off
+
+    forward = Model.forward
+    found = []
+    for compiled in (False, True):
+        Model.forward = forward
+        model = built(Model)
+        taken = []
+
+        def after(_, model=model, taken=taken):
+            taken.append(1)
+            if len(taken) == 12:
+                moved(model, how)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(train(model, X, compiled=compiled, steps=15, after=after, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [3, 5, 7])

@@ -339,6 +339,25 @@ def test_a_packed_sequence_as_the_model_s_input(kind, batch):
         torch.testing.assert_close(cw.per_example_norms(tape, losses), norms)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_sequences_that_were_packed_before_are_placed_anew_in_every_batch(kind):
+    """Of one length for twenty steps, then of several, with as many rows as fit the layout that would be remembered."""
+    model = LAYERS[kind](3, 4).double()
+    for lengths in [*[[4] * 4] * 20, [7, 4, 3, 2]]:
+        sequences = [torch.randn(length, 3, dtype=torch.float64) for length in lengths]
+        packed = nn.utils.rnn.pack_sequence(sequences)
+        with cw.capture(model) as tape:
+            state = model(packed)[1]
+            losses = (state[0] if isinstance(state, tuple) else state)[0].square().sum(1)
+        found = cw.per_example_norms(tape, losses)
+    expected = []
+    for sequence in sequences:
+        state = model(sequence.unsqueeze(1))[1]
+        loss = (state[0] if isinstance(state, tuple) else state).square().sum()
+        expected.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm())
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
 def test_a_model_that_ran_on_stand_ins_runs_on_numbers_afterwards():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -672,6 +672,7 @@ def test_an_axis_that_changes_to_that_of_the_examples_is_noticed_at_once():
         (lambda h: (h * h).sum(1).view(-1, 1), lambda h: (h * h).sum(None, True).view(-1, 1)),
         (lambda h: torch.std(h, 1).view(-1, 1), lambda h: torch.std(h, True).view(-1, 1)),
         (lambda h: h[::1], lambda h: h[:1]),
+        (lambda h: torch.zeros(6, dtype=h.dtype) + 0 * h.mean(0), lambda h: h.mean(0)),
     ],
 )
 def test_a_call_that_looks_at_all_examples_from_now_on_is_noticed_at_once(calls):
@@ -688,6 +689,44 @@ def test_a_call_that_looks_at_all_examples_from_now_on_is_noticed_at_once(calls)
     model.late = True
     with pytest.raises(cw.MixedExamples):
         step()
+
+
+ASLEEP = {
+    "mean in place of what is missing": lambda s, h, x: torch.where(x.isnan().any(1, keepdim=True), h.mean(0), h),
+    "largest of all": lambda s, h, x: torch.maximum(h, h.max(0).values - 2000),
+    "mean of all numbers": lambda s, h, x: torch.maximum(h, h.mean() - 20000),
+    "along the batch": lambda s, h, x: torch.maximum(h, h.t().cummax(1).values.t() - 2000),
+    "gate": lambda s, h, x: h + s.gate * h.mean(0),
+    "order": lambda s, h, x: h + h[s.order],
+    "turned around": lambda s, h, x: h + torch.where(x.isnan().any(1, keepdim=True), h.t().flip(1).t(), h),
+    "one of two": lambda s, h, x: h - 5 * (h.mean(0) if s.late else torch.zeros_like(h.mean(0))),
+}
+
+
+@pytest.mark.parametrize("name", ASLEEP)
+def test_what_sleeps_while_the_model_is_verified_is_noticed_when_it_wakes(name):
+    def forward(s, x):
+        return s.b(ASLEEP[name](s, s.a(x.nan_to_num(0.0)), x))
+
+    model = Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 3), late=False)
+    model.register_buffer("gate", torch.zeros(6))
+    model.register_buffer("order", torch.arange(8))
+    model.double()
+
+    def step(x):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+
+    for _ in range(17):
+        step(examples(8, 5))
+    model.gate.fill_(1), model.order.copy_(torch.arange(8).roll(1))
+    model.late = True
+    x = examples(8, 5)
+    x[3] *= 1e7
+    x[4, 2] = float("nan")
+    with pytest.raises(cw.MixedExamples):
+        step(x)
 
 
 def test_what_is_not_a_number_is_the_same_in_every_step():

@@ -92,13 +92,19 @@ def same_draws() -> None:
 
 def random_fingerprint(modules: Iterable[nn.Module] = ()) -> int:
     """Tells whether random numbers were drawn since `same_draws`, or by generators that these modules hold."""
-    states: list[Any] = [bytes(torch.get_rng_state().tolist()), random.getstate()]
-    if "numpy" in sys.modules:
-        _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
-        states += [numbers.tobytes(), place]
+    states: list[Any] = [bytes(torch.get_rng_state().tolist()), *randomness_besides_torch()]
     states += [bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_devices()]
     states += _states_of_generators(modules)
     return hash(tuple(states))
+
+
+def randomness_besides_torch() -> list[Any]:
+    """The state of Python's and numpy's random numbers."""
+    states: list[Any] = [random.getstate()]
+    if "numpy" in sys.modules:
+        _, numbers, place, *_ = sys.modules["numpy"].random.get_state()
+        states += [numbers.tobytes(), place]
+    return states
 
 
 _SILENT: set[type] = set()  # of what holds no generator: a matter of its type

@@ -122,6 +122,8 @@ def _why_unknown(tape: Tape, batch: int) -> str:
     """Why nothing is known of where the examples lie."""
     if tape.moves.unknown:
         return f"it calls {', '.join(sorted(tape.moves.unknown))}, of which nobody knows whether it moves rows: each batch is measured."
+    if tape.moves.dormant:
+        return f"no gradient came to {', '.join(sorted(tape.moves.dormant))}, which may bring the examples together when one does: each batch is measured."
     if tape.moves.may_move_rows(batch, range(max((len(shape) for shape in tape.created.values()), default=0))):
         return "it sorts, picks or joins rows as the data says, so that where the examples lie is measured on every batch."
     return (

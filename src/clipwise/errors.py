@@ -4,10 +4,21 @@ A refusal is decided by structure (shapes, graph, configuration), never by the v
 record can trigger would tell the world about that record.
 """
 
+from __future__ import annotations
+
+from typing import NoReturn
+
 
 def in_one_line(error: BaseException) -> str:
     """Its kind, and the first line of what it says, if it says anything."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def not_copied(self: object, memo: object) -> NoReturn:
+    """The `__deepcopy__` of trainings."""
+    raise TypeError(
+        "a training is not copied: the copy of its optimizer would step without noise. Copy the model, and train the copy by itself."
+    )
 
 
 class Refusal(RuntimeError):

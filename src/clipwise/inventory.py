@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -15,14 +15,15 @@ from .weak import serial_of
 class Walk:
     """What was found below a root. It holds no module: a module below may hold the root, which then would live forever.
 
-    `serials`: the numbers of all modules, the root's first, by which those that take the place of others are told from them.
+    `serials`: the numbers of all modules, the root's first, each with its children's names and numbers: those that take the place of others, or another
+    place, are told by them.
     """
 
     def __init__(self, root: nn.Module):
         _, *below = root.named_modules()
         self._below = [(path, weakref.ref(module), _children(module)) for path, module in below]
         self._children = _children(root)
-        self.serials = tuple([serial_of(module) for module in (root, *(module for _, module in below))])
+        self.serials = tuple([(serial_of(module), *_named(module)) for module in (root, *(module for _, module in below))])
 
     def below(self, root: nn.Module) -> list[tuple[str, nn.Module]] | None:
         """(dotted path, module); None where it is not what it was."""
@@ -35,6 +36,10 @@ class Walk:
                 return None
             found.append((path, module))
         return found
+
+
+def _named(module: nn.Module) -> list[tuple[str, int | None]]:
+    return [(name, None if child is None else serial_of(child)) for name, child in module._modules.items()]
 
 
 def _children(module: nn.Module) -> list[tuple[str, int]]:
@@ -66,7 +71,7 @@ def all_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return numbered_modules(roots)[1]
 
 
-def numbered_modules(roots: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], list[nn.Module]]:
+def numbered_modules(roots: Sequence[nn.Module]) -> tuple[Hashable, list[nn.Module]]:
     """Numbers that tell whether modules have taken the place of others, root by root, and every module of these, once."""
     walks = [walked(root) for root in roots]
     modules = [module for _, found in walks for _, module in found]

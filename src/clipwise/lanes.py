@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .kinds import ATTENTION, kind_of
-from .trail import CLOSE, OPEN, SMALL, are_axes, further, told_apart
+from .trail import CLOSE, OPEN, SMALL, are_axes, further, like, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -96,9 +96,11 @@ def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, note
         if kind is Tensor or kind is nn.Parameter:
             key = id(value)
             if key in state:
-                if value.requires_grad or not value.dim():
+                if value.requires_grad or not value.dim() or not value.is_floating_point():
                     return -1
+                said.append(like(value))
             elif kind is Tensor and value.requires_grad and key not in noted:
+                said.append(like(value))
                 count += 1
             else:
                 return -1

@@ -204,7 +204,7 @@ class Marks:
         return _holds_integers(tensor) and self._entries.get(tensor) is None and id(tensor) not in self.state
 
     def version_of(self, number: Tensor) -> int:
-        """Tells whether a buffer or frozen weight without axes was changed: a coefficient that a schedule sets."""
+        """Tells whether a buffer or frozen weight was changed: a coefficient that a schedule sets, an order of rows."""
         stood_for = STOOD_FOR.get(number)
         return (number._version if stood_for is None else stood_for) if id(number) in self.state else 0
 

@@ -45,19 +45,24 @@ class Moves:
 
     unknown: set[str] = field(default_factory=set)  # calls nobody vouched for
     lengths: set[int] = field(default_factory=set)  # axes indexed by something that varies
-    axes: set[tuple[int, int]] = field(default_factory=set)  # (axis, length) of functions that keep other axes apart
+    axes: set[tuple[int, int, torch.Size]] = field(
+        default_factory=set
+    )  # (axis, length, those before it) of functions that keep other axes apart
     pieces: set[int] = field(default_factory=set)  # how many tensors were joined
     contracted: set[tuple[int, int]] = field(default_factory=set)  # (product of the axes kept apart, length of the axis added over)
     paired: set[_Pair] = field(default_factory=set)  # operands that are repeated along axes of others
+    dormant: set[str] = field(default_factory=set)  # calls that join rows, to which no gradient came
     exactly: set[int] = field(default_factory=set)  # axes that matter if they are as long as the batch, no matter how long else
 
     def may_move_rows(self, batch: int, row_axes: Iterable[int]) -> bool:
         """Whether examples lying along `row_axes` at the taps may have been moved or mixed as the data said."""
         along = set(row_axes)
         return (
-            bool(self.unknown)
+            bool(self.unknown or self.dormant)
             or any(_holds(length, batch) for length in (*self.lengths, *self.pieces))
-            or any(axis in along and _holds(length, batch) for axis, length in self.axes)
+            or any(
+                (axis in along or not any(_holds(n, batch) for n in before)) and _holds(length, batch) for axis, length, before in self.axes
+            )
             or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
             or batch in self.exactly
             or any(pair.meets_others(batch) for pair in self.paired)
@@ -102,7 +107,7 @@ class Moves:
         elif plain in ROW_BY_ROW | ALONG_DIM and args and isinstance(args[0], Tensor) and args[0].dim():
             axis = _dim(plain, args, kwargs) % args[0].dim()
             if plain in ROW_BY_ROW:
-                self.axes.add((axis, args[0].shape[axis]))
+                self._note_axis(axis, args[0])
             elif any(marks.varies(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)):
                 self.lengths.add(args[0].shape[axis])
         elif plain in INTO_PIECES:
@@ -200,7 +205,12 @@ class Moves:
         default = {"hsplit": 1, "dsplit": 2}.get(name, 0)
         axis = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
         if isinstance(source, Tensor) and source.dim() and isinstance(axis, int):
-            self.axes.add((axis % source.dim(), source.shape[axis]))
+            self._note_axis(axis, source)
+
+    def _note_axis(self, axis: int, source: Tensor) -> None:
+        """It holds rows where it does so at the taps, or where none before it does (they were turned around)."""
+        axis %= source.dim()
+        self.axes.add((axis, source.shape[axis], source.shape[:axis]))
 
     def _note_shift(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = args[0] if args else next(iter(kwargs.values()))
@@ -211,7 +221,7 @@ class Moves:
         dims = {"fliplr": (1,), "flipud": (0,)}.get(name, (given,) if isinstance(given, int) else tuple(given or ()))
         for axis in dims or ((0, 1) if name == "rot90" else range(source.dim())):
             if -source.dim() <= axis < source.dim():
-                self.axes.add((axis % source.dim(), source.shape[axis]))
+                self._note_axis(axis, source)
 
     def _note_product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks) -> None:
         """A product of two tensors from the data, which may be a permutation of rows."""

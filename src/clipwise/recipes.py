@@ -11,6 +11,7 @@ from .marks import CONSTANT, EXAMPLE, Marks
 from .registry import INSIDE, REWRITES, SPREADS, Rule, Use
 from .structure import PLAIN, holds_numbers_only
 from .taps import Slot, slot
+from .trail import like
 
 
 class Recipe:
@@ -45,7 +46,7 @@ class Recipe:
         self._count, self._names = len(values), tuple(use.kwargs)
         self._plain = [(place, value) for place, value in enumerate(values) if not isinstance(value, Tensor)]
         self._weights = [(place, weight, weight.dim()) for place, weight in enumerate(values) if use.tracks(weight)]
-        self._others = [(place, values[place].dim(), marks.kind(values[place])) for place in self.others]
+        self._others = [(place, like(values[place]), marks.kind(values[place])) for place in self.others]
 
     def fits(self, values: tuple[Any, ...], names: tuple[str, ...], marks: Marks) -> bool:
         """Whether it is for a call with these values, of which the last have names."""
@@ -57,13 +58,13 @@ class Recipe:
         for place, weight, dims in self._weights:
             if values[place] is not weight or not weight.requires_grad or weight.dim() != dims:
                 return False
-        for place, dims, kind in self._others:
+        for place, is_like, kind in self._others:
             other = values[place]
             if type(other) is Tensor and other.requires_grad and id(other) not in marks.noted and id(other) not in marks.state:
                 found: int | None = EXAMPLE  # like most tensors that a model computes with
             else:
                 found = marks.kind(other) if isinstance(other, Tensor) else None
-            if found != kind or other.dim() != dims:
+            if found != kind or like(other) != is_like:
                 return False
         return True
 

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 OPEN, CLOSE = object(), object()  # around the entries of a list or tuple
 _WHOLE = frozenset({int})
 SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
@@ -24,6 +26,11 @@ def told_apart(value: Any) -> Any:
     if value != value:
         return "nan"
     return value if value != -1 else "-1"
+
+
+def like(tensor: Tensor) -> int:
+    """How many axes it has, and whether gradient comes through it: which of two tensors a call takes."""
+    return tensor.dim() if tensor.requires_grad else 64 + tensor.dim()
 
 
 def are_axes(values: tuple[Any, ...]) -> bool:

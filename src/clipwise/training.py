@@ -16,7 +16,7 @@ from .adaptive import Adaptive
 from .budget import Budget
 from .clipping import Clipping
 from .draws import CallersDraws, Draws
-from .errors import NothingClipped
+from .errors import NothingClipped, not_copied
 from .experience import experience_of
 from .explain import table
 from .intake import Intake
@@ -228,6 +228,8 @@ class PrivateTraining:
     @property
     def has_regularizers(self) -> bool:
         return not self._regularizers.is_empty
+
+    __deepcopy__ = not_copied
 
     def discard(self, *, draw: bool = False) -> None:
         """Forget the losses since the last step, after an exception say; with draw=True also the draw they were for. Clear p.grad yourself."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .attributes import attributes_kept
+from .dormant import Dormant
 from .errors import WrongRule
 from .gradients import ExampleGradients
 from .inventory import all_modules
@@ -63,7 +64,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int,
     `way` names the way to the losses, `nodes` are the autograd nodes behind them. `heard` is emptied: the pass that evaluates
     needs the room.
     """
-    placed = _place(tape, losses, heard, way)
+    placed = _place(tape, losses, heard, way, nodes)
     tape.experience.compare(way, [(placed.keys[tap], place, placed.shapes[tap]) for tap, place in placed.places.items()], len(losses))
     heard.clear()
     gradients, _ = evaluate(tape, losses, lambda record: placed.places.get(id(record)), keep_graph=keep_graph, known=False)
@@ -77,7 +78,7 @@ def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int,
     return gradients
 
 
-def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Placed:
+def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int, nodes: set[Any]) -> _Placed:
     """A layout for each tap where one fits, a table for this batch where none does, a refusal where neither exists.
 
     A tap whose gradient is zero has nothing to place; but the sum of the losses may be flat where each loss is not, so its
@@ -107,7 +108,11 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int) -> _Pla
     *earlier, last = codes.weights(losses.detach())
     for weights in earlier:
         _listen(tape, losses, weights, [*moving, *quiet], "compare", [])
-    own = _listen(tape, losses, last, [*moving, *quiet], "compare", list(parameters.values()))
+    dormant = Dormant(nodes, len(losses))
+    try:
+        own = _listen(tape, losses, last, [*moving, *quiet], "compare", list(parameters.values()))
+    finally:
+        tape.moves.dormant |= dormant.names()
     for measurement in quiet:
         if not measurement.stays_zero:
             raise measurement.refusal(tape.marks)

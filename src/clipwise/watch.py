@@ -23,7 +23,7 @@ from .rules.spread import spread_rule
 from .structure import tensors_in
 from .tapping import insert_tap, no_rule, not_covered, tapped, tapped_again
 from .taps import Deposit
-from .trail import CLOSE, OPEN, SMALL, are_axes, as_number, further, told_apart
+from .trail import CLOSE, OPEN, SMALL, are_axes, as_number, further, like, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -105,8 +105,11 @@ class Watch(TorchFunctionMode):
                 if marks.has_stale:
                     marks.refuse_stale(value)
                 elif type(value) is Tensor and value.requires_grad and id(value) not in marks.noted and id(value) not in marks.state:
+                    said.append(like(value))
                     example = True  # it carries gradient and nobody marked it, like most tensors that a model computes with
                     continue
+                if not is_lazy(value):
+                    said.append(like(value))
                 kind = marks.kind(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
                     marks.mark_constant(value)  # a table of indices that a module has cached outside itself
@@ -114,7 +117,7 @@ class Watch(TorchFunctionMode):
                     example = True
                 elif kind == TRACKED:
                     tracked.append(value)
-                elif not is_lazy(value) and value.dim() == 0:
+                elif not is_lazy(value) and (value.dim() == 0 or not value.is_floating_point()):
                     said.append(marks.version_of(value))
             elif isinstance(value, int):
                 if not takes_sizes or value in SMALL:

@@ -7,7 +7,7 @@ says which rows are real.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -52,7 +52,7 @@ class Leaves:
             leaves, structure = pytree.tree_flatten(batch)
         name = self.name_of(structure)
         return (
-            leaves,
+            [leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             structure,
             tuple([_may_have_rows(leaf, count) and (name, place) not in self._shared for place, leaf in enumerate(leaves)]),
         )
@@ -144,7 +144,7 @@ class Batch:
     rows: int  # of a part
     inputs: list[Tensor]  # those with one row an example, as they were given
     modules: list[nn.Module]  # of the model, as they are in this step
-    serials: tuple[tuple[int, ...], ...]  # by which they are told from others
+    serials: Hashable  # by which they are told from others
     _parts: list[tuple[list[Any], int]] | None = field(default=None, init=False)
 
     @property
@@ -160,7 +160,10 @@ class Batch:
         return self._parts
 
     def cut(self) -> Iterator[Batch]:
-        """Batches of up to `rows` rows, as they are; this one, where something in it may hold examples otherwise than row by row."""
+        """Batches of up to `rows` rows, as they are; this one, where something in it may hold examples otherwise than row by row.
+
+        They are of two sizes at least, the odd one first: if each has as many losses as rows, it is the examples that were cut apart, and no other axis.
+        """
         tensors = [
             is_one
             for leaf, is_one in zip(self.leaves, self.has_rows)
@@ -170,9 +173,11 @@ class Batch:
         if self.count <= rows or not tensors or not all(tensors):
             yield self
             return
-        for start in range(0, self.count, rows):
-            count = min(rows, self.count - start)
-            yield replace(self, leaves=part_of(self.leaves, self.has_rows, start, start + count, count), count=count)
+        odd = self.count % rows
+        start, stop = 0, odd if odd > 1 else max(rows - 2, 1)
+        while start < self.count:
+            yield replace(self, leaves=part_of(self.leaves, self.has_rows, start, stop, stop - start), count=stop - start)
+            start, stop = stop, min(stop + rows, self.count)
 
     @property
     def whole_mask(self) -> Tensor:

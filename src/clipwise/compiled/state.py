@@ -27,24 +27,27 @@ class State:
     modules: Sequence[nn.Module]
     places: list[tuple[dict[str, Any], str]]  # (a module's _parameters or _buffers, name there)
     tensors: list[Tensor]  # at each of them
-    parameters: list[int]  # places of each module that are for parameters
+    names: list[tuple[str | None, ...]]  # of each module's parameters and, behind None, buffers
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], everyone: Sequence[nn.Module] | None = None) -> State:
         """`everyone`: these and the modules below them, where they are known."""
-        places, tensors, parameters = [], [], []
+        places, tensors, names = [], [], []
         for module in all_modules(modules) if everyone is None else everyone:
+            there: list[str | None] = []
             for members in (module._parameters, module._buffers):
                 for name, tensor in members.items():
                     if tensor is not None:
                         places.append((members, name))
                         tensors.append(tensor)
-            parameters.append(len(module._parameters))
-        return cls(modules, places, tensors, parameters)
+                        there.append(name)
+                there.append(None)
+            names.append(tuple(there))
+        return cls(modules, places, tensors, names)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return (*self.parameters, self._ties, *[(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
+        return (*self.names, self._ties, *[(t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in self.distinct])
 
     @property
     def _ties(self) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ class State:
         """Inside this block the modules hold these tensors in place of `distinct()`."""
         by_id = dict(zip(map(id, self.distinct), stand_ins))
         for stand_in, tensor in zip(stand_ins, self.distinct):
-            if not tensor.dim():
+            if not tensor.dim() or not tensor.is_floating_point():
                 STOOD_FOR.put(stand_in, tensor._version)
         in_place = [by_id[id(tensor)] for tensor in self.tensors]
         recurrent = [module for root in self.modules for module in root.modules() if isinstance(module, nn.RNNBase)]

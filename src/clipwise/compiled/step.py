@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..adaptive import Adaptive
 from ..clipping import Clipping
-from ..errors import WrongDraw
+from ..errors import Refusal, WrongDraw, not_copied
 from ..structure import every_tensor
 from ..tracing import told_to_be_compiled
 from .rows import Batch, default_rows
@@ -35,8 +37,11 @@ class CompiledStep:
         self._updates = updates
         self._losses_of = losses_of
         rows = default_rows(training.plan) if rows is None else rows
+        self._is_cut = True  # batches that are larger than a graph's
         self._recorded = [RecordedUpdate(number, updates) for number in range(len(updates.optimizers))]
         self.graphs = GraphSums(training.model, losses_of, self._clipping, rows=rows, backend=backend, fallback=intake.block.fallback)
+
+    __deepcopy__ = not_copied
 
     def __call__(self, *given: Any, **named: Any) -> None:
         if named:
@@ -77,15 +82,43 @@ class CompiledStep:
         return planned.at(1.0) if isinstance(planned, Adaptive) else self._training.clipping
 
     def _eager_step(self, batch: Batch) -> None:
-        """In parts no larger than a graph's: that is how much memory there is, and these are the sizes that are verified."""
-        for part in batch.cut():
-            self._intake.block.begin()  # the graph is traced from here on too
-            try:
-                with told_to_be_compiled():
+        """In parts no larger than a graph's: that is how much memory there is, and these are the sizes that are verified.
+
+        Whole, where a part has other losses than one a row: what was cut then are no examples, and each of them would count once for every part.
+        """
+        if not (self._is_cut and self._handed_in_parts(batch)):
+            self._hand_in(batch)
+            self._is_cut = False
+
+    def _handed_in_parts(self, batch: Batch) -> bool:
+        for number, part in enumerate(batch.cut()):
+            if not self._hand_in(part, is_whole=part is batch, is_first=not number):
+                if number:
+                    self._is_cut = False
+                    raise WrongDraw(
+                        f"the parts of a batch of {batch.count} rows have other losses than one a row: its first axis does not hold the examples.",
+                        f"private.discard(), and give it again: it is computed whole from now on. Or private.compile(…, rows={batch.count}).",
+                    )
+                return False
+        return True
+
+    def _hand_in(self, part: Batch, *, is_whole: bool = True, is_first: bool = True) -> bool:
+        """Whether there was a loss for each row; a part that is not the whole batch is handed in only then."""
+        self._intake.block.begin()  # the graph is traced from here on too
+        try:
+            with told_to_be_compiled():
+                try:
                     losses = self._losses_of(self._training.model, *part.arguments)
-                    private_loss = self._training.loss(losses)
-                private_loss.backward()
-            finally:
-                self._intake.block.close()  # also if something was refused: no tape stays on
-            if len(losses) != part.count:
-                self.graphs.give_up(f"{len(losses)} losses for a batch whose first tensor has {part.count} rows.")
+                except Exception as error:  # it may be for whole batches only
+                    if is_whole or not is_first or isinstance(error, Refusal):
+                        raise
+                    return False
+                if not is_whole and isinstance(losses, Tensor) and losses.shape != (part.count,):
+                    return False
+                private_loss = self._training.loss(losses)
+            private_loss.backward()
+        finally:
+            self._intake.block.close()  # also if something was refused: no tape stays on
+        if len(losses) != part.count:
+            self.graphs.give_up(f"{len(losses)} losses for a batch whose first tensor has {part.count} rows.")
+        return True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..again import randomness_besides_torch
 from ..attributes import Same
 from ..bounds import WithinBounds
 from ..clipping import Clipping, is_fixed
@@ -173,21 +174,17 @@ class GraphSums:
                 _warn(error)
         except Exception as error:
             self._attempts[key] = ATTEMPTS
-            self._doubted = key, f"{type(error).__name__}: {error}"
+            self._doubted = key, _told(error)
 
     def _traced(self, state: State, batch: Batch, layouts: dict[int, Layout] | None = None) -> Traced:
         first, _ = batch.parts[0]
-        return trace(
-            self._model,
-            state,
-            self._losses_of,
-            first,
-            batch.structure,
-            batch.whole_mask,
-            self.clipping,
-            fallback=self._fallback,
-            layouts=layouts,
-        )
+        before, given = randomness_besides_torch(), (first, batch.structure, batch.whole_mask)
+        traced = trace(self._model, state, self._losses_of, *given, self.clipping, fallback=self._fallback, layouts=layouts)
+        if randomness_besides_torch() != before:
+            raise NeverTraceable(
+                "it draws random numbers of Python's or numpy's, which a graph would hold as they are: draw them by torch."
+            )
+        return traced
 
     def _variant(self, traced: Traced, state: State, batch: Batch, backend: str | None) -> Variant:
         first, _ = batch.parts[0]
@@ -253,7 +250,7 @@ class GraphSums:
                 return
             self.give_up(_CHANGED)
         except Exception as error:
-            self._doubted = None, f"{type(error).__name__}: {error}"
+            self._doubted = None, _told(error)
 
     def give_up(self, why: object) -> None:
         """No graph from now on."""
@@ -293,6 +290,10 @@ def _home(modules: Sequence[nn.Module]) -> torch.device:
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, NotTraceable) else f"{type(error).__name__}: {error}"
 
 
 def _warn(why: object) -> None:

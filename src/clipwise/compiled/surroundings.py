@@ -40,7 +40,7 @@ def surroundings(modules: Iterable[nn.Module], overwritten: Collection[tuple[int
     for module in modules:
         attributes = module.__dict__
         names = own_names(attributes)
-        found += [type(module), module.training, names]
+        found += [type(module), type(module).forward, module.training, names]
         for name in names:
             value = attributes[name]
             if type(value) in PLAIN:

@@ -115,6 +115,8 @@ def _outer(grad: Term, others: list[Term], weight: Term, row: str) -> Factor | N
     if len(others) != 1 or row not in others[0].letters:
         return None
     (x,) = others
+    if any(len(set(term.letters)) < len(term.letters) for term in (grad, x, weight)):  # a diagonal
+        return None
     of_x = [letter for letter in weight.letters if letter in x.letters]
     of_grad = [letter for letter in weight.letters if letter in grad.letters]
     summed = [letter for letter in grad.letters if letter not in weight.letters and letter != row]

@@ -65,6 +65,8 @@ def recurrent(watch: Watch, use: Use) -> Any:
     packed = isinstance(use.args[3], list | tuple)
     x, *middle = use.args
     timeline: Timeline = Packed(middle.pop(0)) if packed else Padded(bool(use.args[8]))
+    if packed:  # whose rows are whose is said by the data, also where they were packed before
+        watch.tape.moves.lengths.add(len(x))
     state, tensors, biases, layers, dropout, training, both, *_ = middle
     hidden, memory = state if isinstance(state, list | tuple) else (state, None)
     directions = 2 if both else 1
