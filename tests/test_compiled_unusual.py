@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
+from clipwise.compiled.rows import Batch
 from helpers import Net
 from test_compiled import RECORDS, assert_same_training, built, mean_loss, train
 
@@ -113,6 +114,17 @@ def test_batches_of_ones_own_are_cut_between_examples_only(name, rows):
                     step(records)
             whole, *others = (torch.cat([s.flatten() for s in sums.values()]) for sums in seen[-4:])
             assert all(float((whole - other).norm()) <= 0.1 * (1 + 1e-9) for other in others)
+
+
+def test_parts_of_a_batch_are_of_two_sizes():
+    """If both have a loss a row, no other axis was cut: of it there would be as many losses in every part."""
+    for rows in range(1, 14):
+        for count in range(max(rows, 2) + 1, 60):
+            batch = Batch([torch.arange(count)], None, (True,), count, rows, [], [], ())
+            parts = list(batch.cut())
+            assert torch.equal(torch.cat([part.leaves[0] for part in parts]), torch.arange(count))
+            sizes = [part.count for part in parts]
+            assert len(set(sizes)) > 1 and max(sizes) <= max(rows, 2) and sizes == [len(part.leaves[0]) for part in parts]
 
 
 def test_a_training_is_not_copied():

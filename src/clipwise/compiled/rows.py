@@ -174,7 +174,8 @@ class Batch:
             yield self
             return
         odd = self.count % rows
-        start, stop = 0, odd if odd > 1 else max(rows - 2, 1)
+        first = odd if odd > 1 else max(rows - 2, 1)
+        start, stop = 0, first + (2 * first == self.count)
         while start < self.count:
             yield replace(self, leaves=part_of(self.leaves, self.has_rows, start, stop, stop - start), count=stop - start)
             start, stop = stop, min(stop + rows, self.count)
