@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .moving import holds
 from .taps import Keep, Tap
 
 _ALONG_AN_AXIS = ("Cum", "Logcum")  # begins the names of functions that join along an axis which they keep
@@ -36,7 +37,7 @@ class Dormant:
         """What has slept, after the pass; it is not listened to any longer."""
         for hook in self._hooks:
             hook.remove()
-        return {node.name().removesuffix("0").removesuffix("Backward") for node, awake in self._awake.items() if not awake}
+        return {node.name().rstrip("0123456789").removesuffix("Backward") for node, awake in self._awake.items() if not awake}
 
 
 def _joins(node: Any, batch: int) -> bool:
@@ -50,7 +51,7 @@ def _joins(node: Any, batch: int) -> bool:
 
 
 def _held(shape: Iterable[int], batch: int) -> int:
-    return sum(length >= batch and length % batch == 0 for length in shape)
+    return sum(holds(length, batch) for length in shape)
 
 
 def _shape(node: Any, place: int) -> Iterable[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .functions import TAKES_MEMORY, Trait
 from .guards import GUARDS
 from .kinds import ATTENTION, kind_of
-from .trail import CLOSE, OPEN, SMALL, are_axes, further, like, told_apart
+from .trail import CLOSE, OPEN, SMALL, WHOLE, are_axes, further, like, told_apart
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -113,7 +113,7 @@ def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, note
             said.append(None)
         elif kind is tuple and not takes_sizes and are_axes(value):
             said.append(value)
-        elif takes_sizes and kind in _SIZES and _WHOLE.issuperset(map(type, value)):
+        elif takes_sizes and kind in _SIZES and WHOLE.issuperset(map(type, value)):
             said.extend((OPEN, *[told_apart(size) for size in value if size in SMALL], CLOSE))
         else:
             return -1
@@ -121,4 +121,3 @@ def _activations(values: Iterable[Any], said: list[Any], takes_sizes: bool, note
 
 
 _SIZES = frozenset({tuple, list, torch.Size})
-_WHOLE = frozenset({int})

@@ -32,7 +32,7 @@ class _Pair(NamedTuple):
 
     def meets_others(self, batch: int) -> bool:
         """Whether each of its examples may have met every example of another operand: they lie along different axes."""
-        if not any(_holds(length, batch) for length in self.missing) or not any(_holds(length, batch) for length in self.own):
+        if not any(holds(length, batch) for length in self.missing) or not any(holds(length, batch) for length in self.own):
             return False
         if self.covered and self.shared[:1] == (batch,):
             return False
@@ -45,9 +45,7 @@ class Moves:
 
     unknown: set[str] = field(default_factory=set)  # calls nobody vouched for
     lengths: set[int] = field(default_factory=set)  # axes indexed by something that varies
-    axes: set[tuple[int, int, torch.Size]] = field(
-        default_factory=set
-    )  # (axis, length, those before it) of functions that keep other axes apart
+    axes: set[tuple[int, int, torch.Size]] = field(default_factory=set)  # (axis, length, those before it): other axes are kept apart
     pieces: set[int] = field(default_factory=set)  # how many tensors were joined
     contracted: set[tuple[int, int]] = field(default_factory=set)  # (product of the axes kept apart, length of the axis added over)
     paired: set[_Pair] = field(default_factory=set)  # operands that are repeated along axes of others
@@ -59,11 +57,9 @@ class Moves:
         along = set(row_axes)
         return (
             bool(self.unknown or self.dormant)
-            or any(_holds(length, batch) for length in (*self.lengths, *self.pieces))
-            or any(
-                (axis in along or not any(_holds(n, batch) for n in before)) and _holds(length, batch) for axis, length, before in self.axes
-            )
-            or any(_holds(length, batch) and not _holds(apart, batch) for apart, length in self.contracted)
+            or any(holds(length, batch) for length in (*self.lengths, *self.pieces))
+            or any(holds(n, batch) and (axis in along or not any(holds(b, batch) for b in before)) for axis, n, before in self.axes)
+            or any(holds(length, batch) and not holds(apart, batch) for apart, length in self.contracted)
             or batch in self.exactly
             or any(pair.meets_others(batch) for pair in self.paired)
         )
@@ -270,7 +266,8 @@ def _varies(tensor: Tensor, marks: Marks) -> bool:
     return tensor.requires_grad or marks.varies(tensor)
 
 
-def _holds(length: int, batch: int) -> bool:
+def holds(length: int, batch: int) -> bool:
+    """Whether examples may lie along an axis so long."""
     return length >= batch and length % batch == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 OPEN, CLOSE = object(), object()  # around the entries of a list or tuple
-_WHOLE = frozenset({int})
+WHOLE = frozenset({int})
 SMALL = range(-8, 8)  # integers that are axes and flags rather than sizes: part of the path that names a tap
 
 
@@ -35,7 +35,7 @@ def like(tensor: Tensor) -> int:
 
 def are_axes(values: tuple[Any, ...]) -> bool:
     """Whether these are integers whose hashes tell them apart, as they stand."""
-    return _WHOLE.issuperset(map(type, values)) and -1 not in values
+    return WHOLE.issuperset(map(type, values)) and -1 not in values
 
 
 def as_number(value: Any) -> int | None:

@@ -208,17 +208,16 @@ def _rounded_on_the_way(gradients: ExampleGradients, parameter: Tensor, weights:
 
 def _wrong_rule(name: str, parameter: Tensor, where: str, difference: float, allowed: float) -> WrongRule:
     message = f"the factors of {name} do not add up to autograd's own gradient{where}: they differ by {difference:.3g} where {allowed:.3g} of rounding is allowed."
-    if parameter._backward_hooks:
-        return WrongRule(
-            message,
-            "This parameter has a hook (register_hook), which changes the sum of its gradients and no example's: remove it. What it does to the gradient "
-            "belongs in the forward pass (weight * mask), or, if it only scales, in the learning rate.",
-        )
-    return WrongRule(
-        message,
+    repair = (
         "A rule of a function this parameter goes through is wrong (clipwise.testing.check_rule tries one out), or the parameter was changed "
-        "during the forward pass.",
+        "during the forward pass."
     )
+    if parameter._backward_hooks:
+        repair = (
+            "This parameter has a hook (register_hook), which changes the sum of its gradients and no example's: remove it. What it does to the gradient "
+            "belongs in the forward pass (weight * mask), or, if it only scales, in the learning rate."
+        )
+    return WrongRule(message, repair)
 
 
 def _check_forward(tape: Tape, losses: Tensor, placed: _Placed, nodes: set[Any]) -> int:
