@@ -62,6 +62,35 @@ def test_instance_norm(space, channels, eps, dtype):
 # Normalising four nearly equal numbers amplifies rounding of the input: float32 is as good as PyTorch's own forward, not better.
 CONDITION = {torch.float32: 1e-4}
 
+FAR_FROM_ZERO = {
+    "layer norm": (lambda: nn.LayerNorm(6), ()),
+    "layer norm of a sequence": (lambda: nn.LayerNorm(6), (4,)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (2, 2)),
+    "group norm without space": (lambda: nn.GroupNorm(2, 6), ()),
+    "instance norm": (lambda: nn.InstanceNorm1d(6, affine=True), (4,)),
+}
+
+
+@pytest.mark.parametrize("offset", [100.0, 3000.0])
+@pytest.mark.parametrize("layer", FAR_FROM_ZERO)
+def test_inputs_far_from_zero(layer, offset):
+    """autograd subtracts sums that are as large as the inputs: what it rounds there is no fault of the rule's, but counts for a second pass."""
+    build, space = FAR_FROM_ZERO[layer]
+    x = torch.randn(5, *space, 6) if layer.startswith("layer") else torch.randn(5, 6, *space)
+    model = Net(lambda s, x: torch.sin(s.a(x)), a=shaken(build()))
+    assert_exact(model, (x + offset).float(), dtype=torch.float32, methods=["bookkeep"], tolerance=1e-6 * offset)
+    assert_exact(model, (x + offset).float(), dtype=torch.float32, methods=["reweight"], tolerance=3e-5 * offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_groups_of_one_number(dtype):
+    """They are normalised to zero, so that the scale has no gradient; autograd's own is what it rounds."""
+    model = nn.Sequential(nn.Linear(4, 6), shaken(nn.GroupNorm(6, 6)), nn.Linear(6, 3)).to(dtype)
+    norms, found = clipped(model, [torch.randn(5, 4, dtype=dtype)], 1.0)
+    assert torch.equal(found["1.weight"], torch.zeros_like(found["1.weight"]))
+    assert bool((norms > 0).all())
+
+
 WITHOUT_PARAMETERS = {
     "layer norm": (lambda: nn.LayerNorm(6, elementwise_affine=False), ()),
     "rms norm": (lambda: nn.RMSNorm(6, elementwise_affine=False), ()),

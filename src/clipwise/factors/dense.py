@@ -27,8 +27,13 @@ class Dense(Factor):
         self._mass = mass
 
     @classmethod
-    def summed(cls, terms: Tensor, shape: torch.Size | tuple[int, ...]) -> Dense:
-        """Σ over all axes of `terms` but the first and the last len(shape). terms: (B, *, *shape)"""
+    def summed(cls, terms: Tensor, shape: torch.Size | tuple[int, ...], *, parts: Callable[[], Tensor] | None = None) -> Dense:
+        """Σ over all axes of `terms` but the first and the last len(shape). terms: (B, *, *shape)
+
+        `parts` makes |a| + |b| where autograd rounds terms a − b as it rounds a and b.
+        """
+        if parts is not None:
+            return cls(cls.summed(terms, shape)._given, mass=lambda: cls.summed(parts(), shape).mass())
         if terms.shape[1:] == shape:
             return cls(terms)
         terms = terms.reshape(terms.shape[0], -1, *shape)  # (B, T, *shape)

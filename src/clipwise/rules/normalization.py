@@ -1,8 +1,12 @@
-"""Normalisation layers: γ's gradient is Σ_t dL/dh ⊙ ĥ, β's is Σ_t dL/dh (paper, Section 5.6 and Algorithm 5)."""
+"""Normalisation layers: γ's gradient is Σ_t dL/dh ⊙ ĥ, β's is Σ_t dL/dh (paper, Section 5.6 and Algorithm 5).
+
+ĥ = (x − μ)/σ. Where a layer has statistics of its own, torch adds up dL/dh ⊙ x/σ and dL/dh ⊙ μ/σ: inputs far from zero cancel there, and what is rounded
+is as large as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +44,10 @@ def layer_norm(call: Call) -> Factors:
     grad = call.output_grad  # (R, *, *shape)
 
     def scales() -> Dense:
-        return Dense.summed(to_accumulate(grad) * F.layer_norm(to_accumulate(x), shape, eps=eps), weight.shape)
+        wide, inputs = to_accumulate(grad), to_accumulate(x)
+        return Dense.summed(
+            wide * F.layer_norm(inputs, shape, eps=eps), weight.shape, parts=lambda: wide.abs() * _parts(inputs, -len(shape), eps)
+        )
 
     def shifts() -> Dense:
         return Dense.summed(to_accumulate(grad), bias.shape)
@@ -82,14 +89,26 @@ def rms_norm(call: Call) -> Factors:
     return {weight: scales() if both is None else Dense(both[0], mass=lambda: scales().mass())}
 
 
-def _channels(call: Call, normalized: Tensor | None, weight: Any, bias: Any) -> Factors:
+def _parts(x: Tensor, first: int, eps: float) -> Tensor:
+    """|x|/σ + |μ|/σ, of statistics over the axes from the `first` on."""
+    flat = x.flatten(first)
+    variance, mean = torch.var_mean(flat, -1, correction=0, keepdim=True)
+    return ((flat.abs() + mean.abs()) * (variance + eps).rsqrt()).view(x.shape)
+
+
+def _channels(call: Call, normalized: Tensor | None, weight: Any, bias: Any, parts: Callable[[], Tensor] | None = None) -> Factors:
     """One scale and shift a channel, channels on axis 1."""
     grad = to_accumulate(call.output_grad)  # (R, C, *)
+
+    def by_place(terms: Tensor) -> Tensor:
+        return terms.unsqueeze(-1).flatten(2).mT  # (R, T, C)
+
     factors: Factors = {}
     if normalized is not None:
-        factors[weight] = Dense.summed((grad * normalized).unsqueeze(-1).flatten(2).mT, weight.shape)
+        larger = None if parts is None else lambda: by_place(grad.abs() * parts())
+        factors[weight] = Dense.summed(by_place(grad * normalized), weight.shape, parts=larger)
     if call.tracks(bias):
-        factors[bias] = Dense.summed(grad.unsqueeze(-1).flatten(2).mT, bias.shape)
+        factors[bias] = Dense.summed(by_place(grad), bias.shape)
     return factors
 
 
@@ -100,7 +119,11 @@ _GROUP_NORM = ("input", "num_groups", "weight", "bias", "eps")
 def group_norm(call: Call) -> Factors:
     x, groups, weight, bias, eps = call.bind(*_GROUP_NORM, eps=1e-5)
     normalized = F.group_norm(to_accumulate(x), groups, eps=eps) if call.tracks(weight) else None
-    return _channels(call, normalized, weight, bias)
+    return _channels(call, normalized, weight, bias, lambda: _parts_of_groups(to_accumulate(x), groups, eps))
+
+
+def _parts_of_groups(x: Tensor, groups: int, eps: float) -> Tensor:
+    return _parts(x.unflatten(1, (groups, -1)), 2, eps).view(x.shape)
 
 
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
@@ -110,11 +133,12 @@ _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use
 def instance_norm(call: Call) -> Factors:
     """Each image by its own statistics, or by the running ones in evaluation mode."""
     x, mean, variance, weight, bias, own_statistics, _, eps = call.bind(*_INSTANCE_NORM, use_input_stats=True, eps=1e-5)
-    normalized = None
-    if call.tracks(weight):
-        x = to_accumulate(x)
-        normalized = F.instance_norm(x, eps=eps) if own_statistics else _by_statistics(x, mean, variance, eps)
-    return _channels(call, normalized, weight, bias)
+    if not call.tracks(weight):
+        return _channels(call, None, weight, bias)
+    x = to_accumulate(x)
+    if own_statistics:
+        return _channels(call, F.instance_norm(x, eps=eps), weight, bias, lambda: _parts_of_groups(x, x.shape[1], eps))
+    return _channels(call, _by_statistics(x, mean, variance, eps), weight, bias)
 
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
