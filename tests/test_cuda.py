@@ -328,6 +328,23 @@ def test_the_first_replay_draws_from_its_own_seed(in_passing, monkeypatch):
     assert torch.equal(found[0], torch.randn(1000, generator=torch.Generator(device).manual_seed(2), device=device))
 
 
+def test_a_recording_leaves_alone_what_the_device_has_not_read_yet():
+    """Torch puts the seed of a generator that a recording draws from where there is memory: that of a number on its way to the host, of which nobody
+    here knows any more. On a busy device the seed was there first, and private losses were refused as scaled by 3.6e-34."""
+    from clipwise.compiled.recording import captured_in_passing, recording_stream
+    from clipwise.streams import OnTheWay
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator, noise = torch.Generator(device).manual_seed(1), torch.zeros(9, device=device)
+    with torch.cuda.stream(recording_stream(device)):
+        noise.normal_(generator=generator)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # a device that is busy
+    sent = [OnTheWay([torch.ones((), dtype=torch.float64, device=device)]) for _ in range(4)]
+    captured_in_passing(lambda: torch.nn.init.normal_(noise, generator=generator), device, [generator])
+    assert [numbers.numbers() for numbers in sent] == [[1.0]] * 4
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_noise_of_a_replay_is_new_every_time_and_of_the_right_size():
     from test_compiled import plan_for

@@ -76,6 +76,8 @@ def captured_in_passing(
     for generator in generators:
         graph.register_generator_state(generator)
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    # A recording writes where its generators begin, at once and on its own stream: memory that others may have let go of just now.
+    recording_stream(device).wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
         _begin_with_libraries(device)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
