@@ -329,20 +329,21 @@ def test_the_first_replay_draws_from_its_own_seed(in_passing, monkeypatch):
 
 
 def test_a_recording_leaves_alone_what_the_device_has_not_read_yet():
-    """Torch puts the seed of a generator that a recording draws from where there is memory: that of a number on its way to the host, of which nobody
-    here knows any more. On a busy device the seed was there first, and private losses were refused as scaled by 3.6e-34."""
-    from clipwise.compiled.recording import captured_in_passing, recording_stream
-    from clipwise.streams import OnTheWay
+    """Torch puts the seed of a generator that a recording draws from where there is memory: that of a tensor, say, of which nobody here knows any more,
+    but which the device has yet to read. On a busy device the seed came first, and private losses were refused as scaled by 3.6e-34."""
+    from clipwise.compiled.recording import captured_in_passing
 
     device = torch.device("cuda", torch.cuda.current_device())
-    generator, noise = torch.Generator(device).manual_seed(1), torch.zeros(9, device=device)
-    with torch.cuda.stream(recording_stream(device)):
-        noise.normal_(generator=generator)
+    noise = torch.zeros(9, device=device)
+    record = lambda generator: captured_in_passing(lambda: nn.init.normal_(noise, generator=generator), device, [generator])
+    record(torch.Generator(device))  # libraries have taken their room
+    tensors = [torch.full((), 1.0, device=device) for _ in range(64)]
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # a device that is busy
-    sent = [OnTheWay([torch.ones((), dtype=torch.float64, device=device)]) for _ in range(4)]
-    captured_in_passing(lambda: torch.nn.init.normal_(noise, generator=generator), device, [generator])
-    assert [numbers.numbers() for numbers in sent] == [[1.0]] * 4
+    read = [tensor + 1 for tensor in tensors]
+    del tensors
+    record(torch.Generator(device).manual_seed(1))
+    assert [float(tensor) for tensor in read] == [2.0] * 64
 
 
 @pytest.mark.filterwarnings("ignore")

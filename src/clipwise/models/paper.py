@@ -80,9 +80,9 @@ class Transformer(nn.Module):
         """words: (B, T) numbers of words; 0 is padding."""
         there = words != 0
         h = nn.functional.embedding(words, self.vectors) * math.sqrt(self.vectors.shape[1]) + self.positions[: words.shape[1]]
-        empty = ~there.any(1, keepdim=True)  # a review without a word looks at its padding
-        h = self.block(h, src_key_padding_mask=~(there | empty))
-        weights = (there | empty).unsqueeze(2).to(h.dtype)
+        seen = there | ~there.any(1, keepdim=True)  # a review without a word looks at its padding
+        h = self.block(h, src_key_padding_mask=~seen)
+        weights = seen.unsqueeze(2).to(h.dtype)
         return self.head((h * weights).sum(1) / weights.sum(1))
 
 
