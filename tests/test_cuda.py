@@ -328,22 +328,25 @@ def test_the_first_replay_draws_from_its_own_seed(in_passing, monkeypatch):
     assert torch.equal(found[0], torch.randn(1000, generator=torch.Generator(device).manual_seed(2), device=device))
 
 
-def test_a_recording_leaves_alone_what_the_device_has_not_read_yet():
-    """Torch puts the seed of a generator that a recording draws from where there is memory: that of a tensor, say, of which nobody here knows any more,
-    but which the device has yet to read. On a busy device the seed came first, and private losses were refused as scaled by 3.6e-34."""
+def test_a_recording_leaves_alone_what_is_on_its_way_to_the_host():
+    """Torch puts the seed of a generator that a recording draws from where there is memory: that of a number, say, of which nobody here knows any more,
+    but which has yet to be fetched. On a busy device the seed came first, and a private loss was refused as scaled by 3.6e-34."""
     from clipwise.compiled.recording import captured_in_passing
 
     device = torch.device("cuda", torch.cuda.current_device())
     noise = torch.zeros(9, device=device)
     record = lambda generator: captured_in_passing(lambda: nn.init.normal_(noise, generator=generator), device, [generator])
     record(torch.Generator(device))  # libraries have taken their room
+    others = [torch.empty((), device=device) for _ in range(10_000)]  # no room is left but what is let go below, one place beside another
     tensors = [torch.full((), 1.0, device=device) for _ in range(64)]
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # a device that is busy
-    read = [tensor + 1 for tensor in tensors]
+    fetched = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    others += tensors[1::2]
     del tensors
     record(torch.Generator(device).manual_seed(1))
-    assert [float(tensor) for tensor in read] == [2.0] * 64
+    torch.cuda.synchronize()
+    assert [float(number) for number in fetched] == [1.0] * 64
 
 
 @pytest.mark.filterwarnings("ignore")
