@@ -78,8 +78,8 @@ ORDINARY = "ordinary"
 
 def measure(
     case: Case, ways: dict[str, Way], steps: int, warm_up: int = WARM_UP, at_once: int = 1, settle: int = 0, *, apart: bool = False
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """{way: {milliseconds, times_ordinary, megabytes, memory_times_ordinary}}; ORDINARY is one of the ways.
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """{way: {milliseconds, times_ordinary, looks, megabytes, memory_times_ordinary}}; ORDINARY is one of the ways.
 
     Each way is made and warmed up by itself; what it then has at the peak of a step is its memory. Times are taken in turns, which begin with
     `settle` steps that do not count: a training finds its tensors where it left them, unless another one took its memory meanwhile. `apart`: one
@@ -110,9 +110,10 @@ def measure(
         for name, run in runs.items():
             times[name].append(_timed(run, x, y, at_once, settle))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in times:
         found[name] = {"milliseconds": round(medians[name], 3), "times_ordinary": round(medians[name] / medians[ORDINARY], 3)}
+        found[name]["looks"] = [round(value, 3) for value in times[name]]
         if DEVICE == "cuda":
             found[name]["megabytes"] = round(bytes_of[name] / 2**20, 1)
             found[name]["megabytes_for_graphs"] = round(idle_in[name] / 2**20, 1)
@@ -176,8 +177,8 @@ def _idle_in_graphs() -> int:
 
 
 def measure_cases(
-    title: str, names: list[str], measured: Callable[[Case], dict[str, dict[str, float]]]
-) -> tuple[Path, dict[str, dict[str, dict[str, float]]]]:  # fmt: skip
+    title: str, names: list[str], measured: Callable[[Case], dict[str, dict[str, Any]]]
+) -> tuple[Path, dict[str, dict[str, dict[str, Any]]]]:  # fmt: skip
     """Measure, print and write; where, and what. Cases that this machine cannot run are left out, and named."""
     torch.backends.cuda.matmul.allow_tf32 = True
     results: dict[str, Any] = {"machine": machine(), "cases": {}}

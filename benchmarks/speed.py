@@ -11,7 +11,7 @@ private, compiled       private.compile(): by Inductor, on a GPU replayed
 Opacus hooks, ghost     where it is installed, on the cases in float32 whose layers it takes
 
 --apart measures one way after the other, as a training has its process for itself; else they take turns, so that a machine which grows
-slower or faster does so for all. Writes a table as JSON, and a plot beside it.
+slower or faster does so for all. Writes a table as JSON, and a plot beside it; a time is the median of several looks at the clock, which the JSON has, too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ WARM_UP = (
 )
 _IN_A_LINE = 7  # cases of the plot
 AT_ONCE, AT_ONCE_APART = 5, 20  # steps between two looks at the clock: what a loop does before its first replay counts once for all of them
+LOOKS = 5  # at least: one may hold a step that verifies the model, and the next what is recorded anew after it
 SETTLE = 3  # steps before them, after those of another way
 WARM_UP_APART = 40  # the next verification comes with step 64
 
@@ -113,7 +114,7 @@ def peer_way(name: str) -> Way:
     return make
 
 
-def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
+def draw(path: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Times an ordinary eager step, one group of bars a case."""
     ways = list(dict.fromkeys(way for rows in cases.values() for way in rows))
     longest = math.ceil(len(cases) / math.ceil(len(cases) / _IN_A_LINE))
@@ -130,7 +131,7 @@ def draw(path: Path, cases: dict[str, dict[str, dict[str, float]]]) -> None:
     save_figure(figure, path)
 
 
-def _draw_line(axes: Any, cases: list[tuple[str, dict[str, dict[str, float]]]], ways: list[str]) -> None:
+def _draw_line(axes: Any, cases: list[tuple[str, dict[str, dict[str, Any]]]], ways: list[str]) -> None:
     width = 0.84 / len(ways)
     for number, way in enumerate(ways):
         bars = [
@@ -169,9 +170,10 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true")
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([ORDINARY, *options.ways])}
-    warm_up, settle, at_once = (WARM_UP_APART, 0, AT_ONCE_APART) if options.apart else (WARM_UP, SETTLE, AT_ONCE)
+    warm_up, settle, most = (WARM_UP_APART, 0, AT_ONCE_APART) if options.apart else (WARM_UP, SETTLE, AT_ONCE)
+    at_once = max(1, min(most, options.steps // LOOKS))
     path, cases = measure_cases(
-        "speed", options.cases, lambda case: measure(case, ways, max(options.steps, at_once), warm_up, at_once, settle, apart=options.apart)
+        "speed", options.cases, lambda case: measure(case, ways, max(options.steps, LOOKS), warm_up, at_once, settle, apart=options.apart)
     )
     draw(path.with_suffix(".png"), cases)
 
