@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -406,35 +405,52 @@ def test_programs_made_at_random(seed, recording, monkeypatch):
         assert all(map(torch.equal, places, before))
 
 
+class Stream:
+    """One that notes in `happened` what it waits for."""
+
+    def __init__(self, name, happened):
+        self.name, self._happened = name, happened
+
+    def wait_stream(self, other):
+        self._happened.append(f"{self.name} waits for {other.name}")
+
+
 class BrokenOff:
     """A capture that CUDA breaks off: torch cannot end it."""
+
+    happened: list
 
     def __init__(self):
         self.replay = lambda: None
 
     def capture_begin(self, *, pool, capture_error_mode):
         assert pool == (0, 7) and capture_error_mode == "thread_local"
+        self.happened.append("capture")
 
     def capture_end(self):
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
 def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
-    ended, waited = [], []
+    ended, happened = [], []
+    caller, own = Stream("caller", happened), Stream("recording", happened)
+    monkeypatch.setattr(BrokenOff, "happened", happened, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waited.append))
-    monkeypatch.setattr(recording_module, "recording_stream", lambda device: "of recordings")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(recording_module, "recording_stream", lambda device: own)
     monkeypatch.setattr(recording_module, "_begin_with_libraries", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
     with pytest.raises(RuntimeError, match="previous error"):
         recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
     assert ended == [(0, (0, 7))]
+    happened.clear()
     monkeypatch.setattr(BrokenOff, "capture_end", lambda self: None)
     _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
     assert torch.equal(found, torch.full((2,), 2.0)) and len(ended) == 1
-    assert waited == ["of recordings"], "replays come after what torch has started there"
+    assert happened[0] == "recording waits for caller", "torch writes to memory that the caller's may just have let go of"
+    assert happened[1:] == ["capture", "caller waits for recording"], "replays come after what torch has started there"
 
 
 def test_after_a_recording_that_failed_no_other_is_tried(stage, monkeypatch):
