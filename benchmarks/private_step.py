@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import clipwise as cw
 from cases import CASES, DEVICE, Case, losses_of
-from clipwise.compiled.recording import recording_stream
+from clipwise.compiled.recording import begin_with_libraries, recording_stream
 from clipwise.machine import machine
 from report import write_results
 
@@ -141,9 +141,9 @@ def _synchronize() -> None:
 def _let_libraries_take_room(run: Step | None, x: Tensor, y: Tensor) -> None:
     """cuBLAS keeps 32 MB for each stream, once: nobody is charged with that."""
     if DEVICE == "cuda" and run is not None:
-        for stream in (torch.cuda.current_stream(), recording_stream(x.device)):
-            with torch.cuda.stream(stream):
-                run(x, y)
+        run(x, y)
+        with torch.cuda.stream(recording_stream(x.device)):
+            begin_with_libraries(x.device)
         torch.cuda.synchronize()
 
 

@@ -755,6 +755,31 @@ def test_a_batch_goes_where_the_model_is_now():
     assert graphs.batch((torch.zeros(4, 4),), 4).leaves[0].device.type == "meta" and old() is None
 
 
+@pytest.mark.parametrize("own_batches", [False, True])
+def test_pinned_memory_of_the_callers_own_is_read_before_the_step_returns(own_batches, monkeypatch):
+    """They may fill it with the next batch by then; what a loader has made nobody fills again."""
+    waits, moved = [], torch.Tensor.to
+
+    def to(tensor, *args, **kwargs):
+        if "non_blocking" in kwargs:
+            waits.append(not kwargs["non_blocking"])
+        return moved(tensor, *args, **kwargs)
+
+    model = nn.Linear(4, 3)
+    plan = cw.PrivacyPlan(dataset_size=RECORDS, batch_size=8, steps=9, delta=1e-3, clipping=cw.flat(0.1), noise_multiplier=1.0)
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, own_batches=own_batches)
+    step = private.compile(mean_loss, backend="eager")
+    x, y = torch.randn(RECORDS, 4), torch.arange(RECORDS) % 3
+    batch = (x[:8], y[:8]) if own_batches else next(iter(private.loader(TensorDataset(x, y))))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr("clipwise.compiled.sums._home", lambda modules: torch.device("meta"))
+    monkeypatch.setattr(type(step), "_eager_step", lambda self, batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(*batch)
+    assert waits == [own_batches] * 2
+    private.close()
+
+
 def test_parts_are_filled_up():
     x = torch.arange(10).view(5, 2)
     (part,) = part_of([x], [True], 3, 5, 4)

@@ -349,6 +349,72 @@ def test_a_recording_leaves_alone_what_is_on_its_way_to_the_host():
     assert [float(number) for number in fetched] == [1.0] * 64
 
 
+@pytest.mark.parametrize("how", ["another graph dies", "Inductor"])
+def test_graphs_keep_the_room_of_their_libraries(how):
+    """cuBLAS adds up parts of long products in memory that torch lets go of when another graph of the stream dies (from 2.12 on), or Inductor records one: graphs
+    that hold its address wrote into what somebody else had got."""
+    from clipwise.compiled.recording import captured_in_passing, recorded
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    a, b = torch.randn(64, 2**20, device=device), torch.randn(2**20, 64, device=device)
+    replay, (found,) = recorded(lambda a, b: [a @ b], [a, b])
+    replay()
+    torch.cuda.synchronize()
+    right = found.clone()
+    other = captured_in_passing(lambda: b.mul_(1), device)
+    if how == "Inductor":
+        torch._C._cuda_clearCublasWorkspaces()
+    del other
+    torch.cuda.empty_cache()
+    others = [torch.full((2**20,), 7.0, device=device) for _ in range(64)]
+    for _ in range(20):
+        replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(found, right, rtol=1e-3) and all(bool((one == 7).all()) for one in others)
+    again, (also,) = recorded(lambda a, b: [a @ b], [a, b])
+    again()
+    assert torch.allclose(also, right, rtol=1e-3)
+
+
+@pytest.mark.parametrize("in_passing", [False, True])
+def test_a_recording_that_cuda_breaks_off_leaves_nothing_behind(in_passing):
+    from clipwise.compiled.recording import captured, captured_in_passing
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, here = torch.ones(8, device=device), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        (captured_in_passing if in_passing else captured)(lambda: x.sum().item(), device)
+    assert torch.cuda.current_stream() == here
+    F.dropout(x)
+    held = torch.empty(2**26, device=device)
+    reserved = torch.cuda.memory_reserved()
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - 2**28
+    replay = captured_in_passing(lambda: x.add_(1), device)
+    replay()
+    assert torch.equal(x, torch.full_like(x, 2.0))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_cannot_be_recorded_is_trained_all_the_same():
+    """linalg.solve asks the device whether it failed, which breaks a recording off; dropout draws from the generator that torch then took for a graph's."""
+    from test_compiled import plan_for
+
+    model = Net(
+        lambda s, x: s.b(F.dropout(torch.linalg.solve(s.m, s.a(x).unsqueeze(-1)).squeeze(-1), 0.1)), a=nn.Linear(4, 4), b=nn.Linear(4, 3)
+    )
+    model.register_buffer("m", 2 * torch.eye(4))
+    model.cuda()
+    private = cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_for(20), own_batches=True)
+    step = private.compile(lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), rows=12, backend="eager")
+    here = torch.cuda.current_stream()
+    for _ in range(9):
+        step(torch.randn(12, 4).cuda(), torch.arange(12).cuda() % 3)
+        assert torch.cuda.current_stream() == here
+    private.close()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_noise_of_a_replay_is_new_every_time_and_of_the_right_size():
     from test_compiled import plan_for
@@ -626,8 +692,9 @@ def test_the_tail_of_an_eager_step(name, kind, low, monkeypatch):
     assert bool(ran) == bool(replays) == (kind == "program")
 
 
-def test_a_branch_on_another_stream():
-    """Autograd runs its backward pass there; what reaches the taps is read after it."""
+@pytest.mark.parametrize("shares_a_weight", [False, True])
+def test_a_branch_on_another_stream(shares_a_weight):
+    """Autograd runs its backward pass there; what reaches the taps is read after it, also where a weight is used on both streams."""
     side = torch.cuda.Stream()
 
     def branches(net, x):
@@ -637,9 +704,11 @@ def test_a_branch_on_another_stream():
             for _ in range(20):
                 heavy = torch.tanh(heavy @ net.mixing)
         torch.cuda.current_stream().wait_stream(side)
-        return heavy + net.b(x)
+        return heavy + (net.a if shares_a_weight else net.b)(x)
 
     model = Net(branches, a=nn.Linear(32, 512), b=nn.Linear(32, 512)).double().cuda()
+    if shares_a_weight:
+        del model.b
     model.register_buffer("mixing", torch.eye(512, dtype=torch.float64, device="cuda"))
     x = examples(6, 32).cuda()
     for _ in range(20):

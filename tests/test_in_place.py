@@ -1,7 +1,6 @@
 """Stages that are replayed where their inputs lie: same numbers, wherever these lie. Graphs need a GPU (test_cuda.py); here a stand-in reads what
 lies at an address."""
 
-import contextlib
 import ctypes
 import itertools
 import math
@@ -12,10 +11,8 @@ import torch
 
 from clipwise import tracing
 from clipwise.compiled import in_place, stages
-from clipwise.compiled import recording as recording_module
 from clipwise.compiled.agreement import repeats
 from clipwise.compiled.stages import Stages
-from clipwise.streams import OneByOne
 from test_staged import assert_runs, traced
 
 
@@ -238,23 +235,10 @@ def test_on_another_stream_nothing_is_replayed(stage, monkeypatch):
     assert stage.ran == ["run"]
 
 
-def test_what_reads_the_work_of_another_stream_waits_for_it(monkeypatch):
-    waited, stream = [], [7]
+def test_a_room_is_on_the_stream_that_it_was_first_used_on(monkeypatch):
+    stream = [7]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    device = torch.device("cuda", 0)
-    one_by_one = OneByOne(device)
-    with one_by_one:
-        pass
-    assert not waited
-    stream[0] = 8
-    with one_by_one:
-        assert len(waited) == 1
-    assert len(waited) == 2
-    stream[0] = 7
-    with one_by_one:
-        assert len(waited) == 2
-    room = in_place.Room(device, torch.float32)
+    room = in_place.Room(torch.device("cuda", 0), torch.float32)
     assert room.is_here()
     stream[0] = 8
     assert not room.is_here()
@@ -403,54 +387,6 @@ def test_programs_made_at_random(seed, recording, monkeypatch):
         for found, right in zip(running.outputs(), expected, strict=True):
             assert torch.allclose(found, right, equal_nan=True, rtol=1e-4)
         assert all(map(torch.equal, places, before))
-
-
-class Stream:
-    """One that notes in `happened` what it waits for."""
-
-    def __init__(self, name, happened):
-        self.name, self._happened = name, happened
-
-    def wait_stream(self, other):
-        self._happened.append(f"{self.name} waits for {other.name}")
-
-
-class BrokenOff:
-    """A capture that CUDA breaks off: torch cannot end it."""
-
-    happened: list
-
-    def __init__(self):
-        self.replay = lambda: None
-
-    def capture_begin(self, *, pool, capture_error_mode):
-        assert pool == (0, 7) and capture_error_mode == "thread_local"
-        self.happened.append("capture")
-
-    def capture_end(self):
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-
-def test_a_capture_that_was_broken_off_leaves_nothing_behind(monkeypatch):
-    ended, happened = [], []
-    caller, own = Stream("caller", happened), Stream("recording", happened)
-    monkeypatch.setattr(BrokenOff, "happened", happened, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
-    monkeypatch.setattr(recording_module, "recording_stream", lambda device: own)
-    monkeypatch.setattr(recording_module, "_begin_with_libraries", lambda device: None)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: ended.append(args), raising=False)
-    with pytest.raises(RuntimeError, match="previous error"):
-        recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
-    assert ended == [(0, (0, 7))]
-    happened.clear()
-    monkeypatch.setattr(BrokenOff, "capture_end", lambda self: None)
-    _, (found,) = recording_module.recorded_in_passing(lambda x: [x + 1], [torch.ones(2)], torch.device("cuda", 0), (0, 7))
-    assert torch.equal(found, torch.full((2,), 2.0)) and len(ended) == 1
-    assert happened[0] == "recording waits for caller", "torch writes to memory that the caller's may just have let go of"
-    assert happened[1:] == ["capture", "caller waits for recording"], "replays come after what torch has started there"
 
 
 def test_after_a_recording_that_failed_no_other_is_tried(stage, monkeypatch):

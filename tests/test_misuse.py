@@ -142,6 +142,23 @@ def test_a_closure(ready):
     assert private.ledger.spent == 1
 
 
+def test_a_step_that_somebody_records_as_a_cuda_graph(ready, monkeypatch):
+    """Its replays would release the same draw again, with the same noise, and count nothing."""
+    private, model, optimizer, x, y = ready
+    loss = private.loss(losses_of(model, x, y))
+    with monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, "is_initialized", lambda: True)
+        recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refused(private, cw.WrongDraw, "recorded as a CUDA graph", lambda: private.loss(losses_of(model, x, y)))
+    loss.backward()
+    with monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, "is_initialized", lambda: True)
+        recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        refused(private, cw.WrongDraw, "recorded as a CUDA graph", optimizer.step)
+    optimizer.step()  # nothing was lost
+    assert private.ledger.spent == 1
+
+
 @pytest.mark.parametrize("factor", [10.0, 0.5, -1.0])
 def test_a_scaled_loss(ready, factor):
     private, model, _, x, y = ready

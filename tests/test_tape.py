@@ -558,7 +558,8 @@ def test_only_what_a_module_made_stays_constant():
 
 
 def test_what_other_streams_leave_is_waited_for(monkeypatch):
-    """Stand-ins for streams: functions of two of them hand over, the caller works on a third, and on another device."""
+    """Stand-ins for streams: functions of two of them hand over, the caller works on a third, and on another device. From the second stream of a device
+    on, a hand-over may read and let go what another stream works with: it comes after all that was started, and before all that will be."""
     from clipwise.streams import Streams
 
     class Stream:
@@ -574,16 +575,26 @@ def test_what_other_streams_leave_is_waited_for(monkeypatch):
         def __init__(self, device):
             self.device = torch.device("cuda", device)
 
+    happened = []
     side, other_side, here, there = (Stream(torch.device("cuda", device)) for device in (0, 0, 0, 1))
     current = {0: here, 1: there}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device.index])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(current[device]), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"wait for {device}"))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(current[index]), raising=False)
     streams = Streams()
-    streams.note(torch.zeros(2))  # on the host
-    for stream in (here, side, other_side, side):
+    receive = streams.noting(lambda record, grad, kept: happened.append(record))
+    receive("on the host", torch.zeros(2), ())
+    receive("first", OnGpu(0), ())
+    receive("on another device", OnGpu(1), ())
+    assert happened == ["on the host", "first", "on another device"], "one stream each: nothing is waited for"
+    for stream in (side, here, other_side, side):
+        happened.clear()
         current[0] = stream
-        streams.note(OnGpu(0))
-    streams.note(OnGpu(1))
+        receive("next", OnGpu(0), ())
+        assert happened == ["wait for cuda:0", "next", "wait for cuda:0"]
+    happened.clear()
+    receive("on another device", OnGpu(1), ())
+    assert happened == ["on another device"]
     current[0] = here
     streams.join()
     assert set(here.waited_for) == {side, other_side} and len(here.waited_for) == 2

@@ -21,6 +21,7 @@ from .pending import Handed, Pending
 from .program import ProgramCall, leading_to
 from .progress import Progress
 from .release import clip
+from .streams import check_not_recorded
 from .structure import every_tensor
 from .tape import Tape
 from .updates import Updates
@@ -81,6 +82,7 @@ class Intake:
         return next((len(tensor) for tensor in inputs if tensor.dim()), 0)
 
     def _check_due(self, entries: int) -> None:
+        check_not_recorded()
         if self.pending.stepped:
             raise NothingClipped(
                 "another optimizer of this training has not stepped for the last draw.",

@@ -1,6 +1,6 @@
 """Work that a GPU has not done yet.
 
-A backward pass runs every function on the stream that its forward pass ran on; what it leaves is read on the caller's. Numbers that are
+A backward pass runs every function on the stream that its forward pass ran on; what it leaves is read there, and on the caller's. Numbers that are
 wanted on the host some time later are sent there without waiting.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .errors import WrongDraw
 from .taps import Record
 
 Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
@@ -21,6 +22,15 @@ def current_address(device: torch.device) -> int:
     """Of the stream that is current on this thread: streams themselves are costly to ask for. A CPU has but one."""
     address: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     return address
+
+
+def check_not_recorded() -> None:
+    """Refuse a step that somebody records as a CUDA graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise WrongDraw(
+            "this step is being recorded as a CUDA graph: its replays would release one draw again and again, with one noise, and nobody would count them.",
+            "step = private.compile(losses_of) records steps, with new noise and a count for each; or make it outside torch.cuda.graph.",
+        )
 
 
 @contextlib.contextmanager
@@ -42,26 +52,40 @@ def on_this_thread() -> Iterator[None]:
 
 
 class Streams:
-    """The streams on which something was handed over."""
+    """The streams on which a backward pass hands something over.
+
+    What is handed over on one may be read, and let go, on another: a weight may be used on both. So from the second stream of a device on, each hand-over
+    comes after all that was started before it, and before all that follows.
+    """
 
     def __init__(self) -> None:
         self._heard: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and address
+        self._several: set[torch.device] = set()  # devices with more than one
 
     def noting(self, receive: Receive) -> Receive:
-        """`receive`, and the stream it was called on is noted."""
+        """`receive`, with regard to the stream it is called on."""
 
         def noted(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
+            if not grad.is_cuda:
+                receive(record, grad, kept)
+                return
+            self._note(grad.device)
+            self._wait(grad.device)
             receive(record, grad, kept)
-            self.note(grad)
+            self._wait(grad.device)
 
         return noted
 
-    def note(self, tensor: Tensor) -> None:
-        """This tensor was made on the stream that is current now, on this thread."""
-        if tensor.is_cuda:
-            key = tensor.device.index, current_address(tensor.device)
-            if key not in self._heard:
-                self._heard[key] = torch.cuda.current_stream(tensor.device)
+    def _note(self, device: torch.device) -> None:
+        key = device.index, current_address(device)
+        if key not in self._heard:
+            if any(index == device.index for index, _ in self._heard):
+                self._several.add(device)
+            self._heard[key] = torch.cuda.current_stream(device)
+
+    def _wait(self, device: torch.device) -> None:
+        if device in self._several:
+            torch.cuda.synchronize(device)
 
     def join(self) -> None:
         """What the caller's streams do from now on comes after all of it."""
@@ -69,28 +93,6 @@ class Streams:
             here = torch.cuda.current_stream(stream.device)
             if here != stream:
                 here.wait_stream(stream)
-
-
-class OneByOne:
-    """Blocks that read what blocks before them have made: one on another stream than the first waits for these, and those after it for it."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._first: int | None = None
-        self._is_elsewhere = False
-
-    def __enter__(self) -> None:
-        stream = current_address(self._device)
-        self._first = stream if self._first is None else self._first
-        self._is_elsewhere = stream != self._first
-        self._wait()
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._is_elsewhere:
-            torch.cuda.synchronize(self._device)
 
 
 class OnTheWay:

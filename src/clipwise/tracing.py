@@ -70,7 +70,7 @@ def _made_once(make: Callable[_P, Tensor], *, for_graphs: bool) -> Callable[_P, 
         tensor = kept.get(key)
         if tensor is None:
             with outside_graphs():
-                tensor = make(*args, **kwargs)
+                tensor = for_every_stream(make(*args, **kwargs))
             if type(tensor) is Tensor and not tensor.is_inference():  # no stand-in of somebody's mode
                 if len(kept) >= (_KEPT_FOR_GRAPHS if for_graphs else _KEPT_AT_MOST):
                     kept.clear()
@@ -78,6 +78,13 @@ def _made_once(make: Callable[_P, Tensor], *, for_graphs: bool) -> Callable[_P, 
         return tensor
 
     return found
+
+
+def for_every_stream(tensor: Tensor) -> Tensor:
+    """A tensor that is kept: who reads it next may do so on another stream than the one it was made on."""
+    if type(tensor) is Tensor and tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def outside_graphs() -> AbstractContextManager[Any]:

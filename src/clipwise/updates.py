@@ -21,7 +21,7 @@ from .noise import draws, noised
 from .pending import Pending
 from .plan import PrivacyPlan
 from .randomness import Randomness
-from .streams import OnTheWay
+from .streams import OnTheWay, check_not_recorded
 from .witness import Witness
 
 _SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
@@ -150,6 +150,7 @@ class Updates:
 
     def check(self, trainable: Sequence[Tensor] | None = None) -> None:
         """Before anything is released: who is updated, what is in p.grad, how it was scaled. `trainable`: as for `check_coverage`."""
+        check_not_recorded()
         self._witness.check(self.check_coverage(trainable), unscaled=self._is_unscaled())
         before, self._scales_before = self._scales_before, None
         if before is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,28 +13,20 @@ import torch
 from torch import Tensor
 
 from ..numerics import without_autocast
+from ..streams import current_address
 
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
+_one_at_a_time = threading.RLock()  # everything is recorded on one stream, and replayed as if it were
 
 
-def captured(run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+def captured(run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()) -> Replay:
     """What `run` starts on a GPU, to be started by calling the result. Nothing is computed yet.
 
     `generators`: those that it draws from, besides the device's own. What other threads do meanwhile (loaders pin memory) is their business.
     """
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=recording_stream(device), capture_error_mode="thread_local"):
-        run()
-    _wait_for_recording(device)
-    return graph.replay
-
-
-def _wait_for_recording(device: torch.device) -> None:
-    """Replays come after what torch has started on the stream of the recording: it puts there where generators begin, and so does every replay, on its
-    own. One that came first would draw from a seed of before."""
-    torch.cuda.current_stream(device).wait_stream(recording_stream(device))
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # as much memory for the graph as there is
+    return captured_in_passing(run, device, generators)
 
 
 @lru_cache
@@ -47,12 +40,14 @@ def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> 
     outputs: list[Tensor] = []
     device = inputs[0].device
     stream = recording_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
-            run(*inputs)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return captured(lambda: outputs.extend(run(*inputs)), device), outputs
+    with _one_at_a_time:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            begin_with_libraries(device)
+            for _ in range(_WARM_UP):
+                run(*inputs)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        return captured(lambda: outputs.extend(run(*inputs)), device), outputs
 
 
 Pool = Any  # memory that graphs have for themselves, as torch.cuda.graph_pool_handle names it
@@ -68,40 +63,102 @@ def recorded_in_passing(
 
 def captured_in_passing(
     run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
-) -> Callable[[], None]:  # fmt: skip
+) -> Replay:  # fmt: skip
     """As `captured`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
     tensors of later steps will lie where they lay. The graph's own lie in `pool`: nobody's so far, or that of a graph that is still there, but
     will not be replayed again."""
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # A recording writes where its generators begin, at once and on its own stream: memory that others may have let go of just now.
-    recording_stream(device).wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(recording_stream(device)):
-        _begin_with_libraries(device)
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    with _one_at_a_time, _without_collecting(), torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)  # which puts its seed on the device that is current
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        # A recording writes where its generators begin, at once and on its own stream: memory that others may have let go of just now.
+        recording_stream(device).wait_stream(torch.cuda.current_stream(device))
         try:
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        except Exception:  # where CUDA itself broke off, torch would go on allocating for a graph
-            with contextlib.suppress(Exception):
-                torch._C._cuda_endAllocateToPool(device.index, pool)
-            raise
-    _wait_for_recording(device)
-    return graph.replay
+            with torch.cuda.stream(recording_stream(device)):
+                begin_with_libraries(device)
+                try:
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        run()
+                    finally:
+                        graph.capture_end()
+                except Exception:
+                    _mend(device, pool)
+                    raise
+        finally:
+            # Replays come after what torch has started on the stream of the recording: it puts there where generators begin, and so does every replay, on
+            # its own. One that came first would draw from a seed of before.
+            torch.cuda.current_stream(device).wait_stream(recording_stream(device))
+    return Replay(graph, device)
 
 
-def _begin_with_libraries(device: torch.device) -> None:
-    """cuBLAS takes room for each thread and stream when it is first called there: that must not belong to a graph."""
-    if device not in (begun := _begun.__dict__.setdefault("devices", set())):
-        begun.add(device)
-        torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
+def _mend(device: torch.device, pool: Pool) -> None:
+    """Where CUDA itself broke a recording off, torch would go on allocating for it, and take the device's generator for one that records: no number could be
+    drawn outside a graph. A recording that comes to its end tells it otherwise."""
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    with contextlib.suppress(Exception):
+        number, graph = torch.zeros((), device=device), torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            number.add_(1)
+        finally:
+            graph.capture_end()
 
 
-_begun = threading.local()
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A graph that dies while another is recorded may break that off, and takes away from it the room of libraries."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def begin_with_libraries(device: torch.device) -> None:
+    """On the stream of recordings, before anything is computed there.
+
+    cuBLAS works in memory that it takes for each thread and stream, and graphs hold its address. Torch lets go of it while they live: when another graph
+    of that stream dies (from 2.12 on, pytorch issue 193402), and whenever Inductor records one. So it lies in a pool where nobody else asks for memory,
+    as long as the process lives; the next recording finds it there again.
+    """
+    left = torch.ones(16, 16, device=device)
+    product = torch.empty_like(left)
+    with torch.cuda.use_mem_pool(_room_of_libraries(device), device):
+        torch.mm(left, left, out=product)
+        torch.addmm(left[0], left, left, out=product)  # by cuBLASLt, which may have room of its own
+
+
+@lru_cache
+def _room_of_libraries(device: torch.device) -> Any:
+    return torch.cuda.MemPool()
+
+
+_last_replay: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}  # of each device: on which stream, and its address
+
+
+class Replay:
+    """A graph. Calling it starts what was recorded, on the stream that is current.
+
+    Graphs of one device are replayed one after the other, whatever streams they are replayed on: their libraries have one room.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device):
+        self._graph, self._device = graph, device
+
+    def __call__(self) -> None:
+        with _one_at_a_time:
+            here, last = current_address(self._device), _last_replay.get(self._device)
+            if last is None or last[0] != here:
+                stream = torch.cuda.current_stream(self._device)
+                if last is not None:
+                    stream.wait_stream(last[1])
+                _last_replay[self._device] = here, stream
+            self._graph.replay()
 
 
 def alike(dtypes: Mapping[int, torch.dtype]) -> list[list[int]]:

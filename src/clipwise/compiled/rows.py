@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..declared import is_declared_constant
 from ..plan import PrivacyPlan
+from ..streams import current_address
 
 _MULTIPLE = 8  # rows are padded to a multiple, which matrix units like
 
@@ -127,9 +128,14 @@ def _row_by_row(part: Tensor) -> tuple[int, ...] | None:
     return tuple(strides)
 
 
-@lru_cache(maxsize=64)
 def mask(count: int, rows: int, device: torch.device) -> Tensor:
     """(rows,), true for the first `count`. Nobody writes to it."""
+    return _mask(count, rows, device, current_address(device))
+
+
+@lru_cache(maxsize=64)
+def _mask(count: int, rows: int, device: torch.device, stream: int) -> Tensor:
+    """For one stream: another might read it before it is there."""
     return torch.arange(rows, device=device) < count
 
 

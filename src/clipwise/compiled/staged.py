@@ -24,7 +24,6 @@ from ..marks import Marks
 from ..methods.base import Clipped
 from ..numerics import number_on, without_autocast
 from ..passes import Arrival
-from ..streams import OneByOne
 from ..tape import Tape
 from ..taps import Record
 from ..tracing import NotTraceable
@@ -142,12 +141,11 @@ class Staged:
     def __call__(self, tape: Tape, losses: Tensor, bound: float) -> tuple[Clipped, list[Record]]:
         """Clipped sums by a backward pass from losses that `fits`, and the taps that were heard. Norms are measured in units of `bound`."""
         heard: list[Record] = []
-        running, one_by_one = self._stages.begin(), OneByOne(losses.device)
+        running = self._stages.begin()
 
         def receive(record: Record, grad: Tensor, kept: tuple[Tensor, ...]) -> None:
             heard.append(record)
-            with one_by_one:
-                self._give(running, with_row_numbers((record, grad, kept), tape.marks))
+            self._give(running, with_row_numbers((record, grad, kept), tape.marks))
 
         tape.backward(losses, torch.ones_like(losses), receive, retain_graph=False, known=True)
         return self._finished(running, losses.detach(), bound).clipped, heard

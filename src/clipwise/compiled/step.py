@@ -55,7 +55,8 @@ class CompiledStep:
                 "private.discard() forgets it; a compiled step takes a whole draw.",
             )
         self._intake.block.close()  # what ran before this step has nothing to do with it
-        batch = self.graphs.batch(given, self._intake.rows_due(list(every_tensor(given))))
+        rows_due = self._intake.rows_due(list(every_tensor(given)))
+        batch = self.graphs.batch(given, rows_due, may_be_refilled=self._training.own_batches)
         self.graphs.clipping = clipping = self._clipping
         with self._intake.block.asleep():
             variant = None if self._intake.draws.is_placeholder else self.graphs.due(batch)

@@ -68,14 +68,14 @@ class GraphSums:
         self._doubted: tuple[Any, str] | None = None  # what could not be traced (None: what was, and cannot be any more), and why
         self.variants: dict[Any, Variant] = {}
 
-    def batch(self, given: Any, count: int) -> Batch:
-        """`given`: the arguments of step(). Tensors on the host go where the model is."""
+    def batch(self, given: Any, count: int, *, may_be_refilled: bool = False) -> Batch:
+        """`given`: the arguments of step(). Tensors on the host go where the model is; of those that may be refilled after the step, it waits for that."""
         leaves, structure, has_rows = self._leaves.flat(given, count)
         inputs = [leaf for leaf, is_one in zip(leaves, has_rows) if is_one]
         serials, everyone = numbered_modules(self._modules)
         home = _home(everyone)
         if home.type != "cpu":
-            leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = [leaf.to(home, non_blocking=not may_be_refilled) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Batch(leaves, structure, has_rows, count, self.rows, inputs, everyone, serials)
 
     def remember(self, batch: Batch) -> None:
