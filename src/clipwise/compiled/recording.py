@@ -24,9 +24,10 @@ def captured(run: Callable[[], None], device: torch.device, generators: Sequence
 
     `generators`: those that it draws from, besides the device's own. What other threads do meanwhile (loaders pin memory) is their business.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # as much memory for the graph as there is
-    return captured_in_passing(run, device, generators)
+    with _one_at_a_time:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # as much memory for the graph as there is
+        return captured_in_passing(run, device, generators)
 
 
 @lru_cache
