@@ -10,6 +10,7 @@ import torch
 from clipwise.compiled import recording
 
 DEVICE = torch.device("cuda", 1)
+begin_with_libraries = recording.begin_with_libraries
 
 
 class Stream:
@@ -83,7 +84,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(()))  # for the recording that mends
     monkeypatch.setattr(recording, "recording_stream", lambda device: gpu.own)
     monkeypatch.setattr(recording, "begin_with_libraries", lambda device: gpu.happened.append(f"libraries on {gpu.stream.name}"))
-    monkeypatch.setattr(recording, "_last_replay", {})
+    monkeypatch.setattr(recording, "_last", {})
     return gpu
 
 
@@ -154,6 +155,22 @@ def test_replays_of_a_device_come_one_after_the_other(gpu):
         "caller waits for side",
         "replay on caller",
     ]
+
+
+def test_what_is_tried_out_waits_for_replays_on_any_stream(gpu, monkeypatch):
+    """cuBLAS, called on the stream of recordings, works where graphs that were recorded there do."""
+    replay, ones = recording.captured_in_passing(lambda: None, DEVICE), torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: gpu.on("room", pool))
+    monkeypatch.setattr(recording, "_room_of_libraries", lambda device: "of libraries")
+    gpu.room = None
+    with gpu.on("stream", Stream("side", gpu.happened)):
+        replay()
+    gpu.happened.clear()
+    with gpu.on("stream", gpu.own):
+        begin_with_libraries(DEVICE)
+    replay()
+    assert gpu.happened == ["recording waits for side", "caller waits for recording", "replay on caller"]
 
 
 def test_threads_record_one_after_the_other(gpu):

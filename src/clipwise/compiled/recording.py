@@ -125,8 +125,9 @@ def begin_with_libraries(device: torch.device) -> None:
 
     cuBLAS works in memory that it takes for each thread and stream, and graphs hold its address. Torch lets go of it while they live: when another graph
     of that stream dies (from 2.12 on, pytorch issue 193402), and whenever Inductor records one. So it lies in a pool where nobody else asks for memory,
-    as long as the process lives; the next recording finds it there again.
+    as long as the process lives; the next recording finds it there again. What is tried out there is no replay, but works in the same memory.
     """
+    _in_turn(device)
     left = torch.ones(16, 16, device=device)
     product = torch.empty_like(left)
     with torch.cuda.use_mem_pool(_room_of_libraries(device), device):
@@ -139,7 +140,17 @@ def _room_of_libraries(device: torch.device) -> Any:
     return torch.cuda.MemPool()
 
 
-_last_replay: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}  # of each device: on which stream, and its address
+_last: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}  # of each device: the stream whose turn it is, and its address
+
+
+def _in_turn(device: torch.device) -> None:
+    """The stream that is current goes on after the one that worked in the libraries' room before it, and before the next."""
+    here, last = current_address(device), _last.get(device)
+    if last is None or last[0] != here:
+        stream = torch.cuda.current_stream(device)
+        if last is not None:
+            stream.wait_stream(last[1])
+        _last[device] = here, stream
 
 
 class Replay:
@@ -153,12 +164,7 @@ class Replay:
 
     def __call__(self) -> None:
         with _one_at_a_time:
-            here, last = current_address(self._device), _last_replay.get(self._device)
-            if last is None or last[0] != here:
-                stream = torch.cuda.current_stream(self._device)
-                if last is not None:
-                    stream.wait_stream(last[1])
-                _last_replay[self._device] = here, stream
+            _in_turn(self._device)
             self._graph.replay()
 
 
