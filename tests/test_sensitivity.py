@@ -1,5 +1,7 @@
 """Black-box sensitivity: taking any one example away moves the clipped sum by at most S, whatever the example does."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,6 +84,42 @@ def test_in_lower_precision(attack, precision, method, squared):
     x = ATTACKS[attack](examples(4, 8, 4)).to(dtype)
     loss = (lambda output: output.float().square().sum(1)) if squared else (lambda output: plain_sum(output.float()))
     assert sensitivity(sequence_model().to(dtype), [x], 0.7, loss=loss, method=method, context=context) <= LIMIT[torch.bfloat16]
+
+
+def alike(count, dtype):
+    """(model, so many examples whose gradients nearly agree): their sum is much larger than any of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3)).to(dtype)
+    return model, (torch.ones(count, 6) + 0.1 * torch.randn(count, 6)).to(dtype)
+
+
+def total(model, x, method, context=None):
+    with cw.capture(model) as tape, context() if context else contextlib.nullcontext():
+        losses = F.cross_entropy(model(x).float(), torch.zeros(len(x), dtype=torch.long), reduction="none")
+    sums = cw.clipped_gradients(tape, losses, cw.flat(0.1), method=method)
+    return torch.cat([found.double().flatten() for found in sums.values()]) / 0.1
+
+
+@pytest.mark.parametrize("precision", ["bf16 autocast", "fp16 autocast", "pure bf16"])
+@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+def test_the_sum_of_many_is_not_rounded_in_lower_precision(precision, method):
+    """A sum of a thousand in bf16 moves by several bounds, or not at all, when one of them goes. Autograd's own sums are of that kind."""
+    dtype, context = halves(precision)
+    model, x = alike(1024, dtype)
+    whole = total(model, x, method, context)
+    assert whole.norm() > 900
+    for less in (1, 2, 3):
+        assert (whole - total(model, x[:-less], method, context)).norm() <= less * LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16 autocast", "fp16 autocast", "pure bf16"])
+@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+def test_one_example_that_is_no_number_leaves_the_others_as_they_are(precision, method):
+    """It made all of them go another way, with other norms: nineteen bounds for a thousand examples in bf16."""
+    dtype, context = halves(precision) if precision else (torch.float32, None)
+    model, x = alike(1024, dtype)
+    bad = torch.cat([x, torch.full_like(x[:1], float("nan"))])
+    assert (total(model, x, method, context) - total(model, bad, method, context)).norm() <= 1e-3
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -79,7 +79,7 @@ class FactorSum:
     def measure(self, budget: MemoryBudget, *, second_pass: torch.dtype | None = None) -> Squares:
         """`second_pass` names the precision of a backward pass that will form the sum instead of this object.
 
-        Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u, a percent under bf16.
+        Its gradients are those of scaled losses, rounded anew: a factor 1 + 4u.
         """
         if second_pass is not None:
             self.way = "tiles"

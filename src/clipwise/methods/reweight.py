@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..clipping import Clipping
@@ -14,17 +15,20 @@ from .base import Clipped, from_factors, mean_weights
 def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """ν_i = min(1, C/‖g_i‖), then the gradient of Σ ν_i ℓ_i, once for each group of the clipping.
 
-    A zero weight does not stop an example that is not finite (0·Inf is NaN), so a batch with one is summed by factors.
+    Autograd rounds that sum to the precision of its gradients. In bf16 and float16 one example then moves a sum of a thousand by several bounds, so there
+    it is made of factors. So it is, with the same ν, where an example is not finite: a zero weight does not stop it (0·Inf is NaN).
     """
     gradients = collect(tape, losses, keep_graph=True)
-    names = list(tape.marks.trainable())
-    with tape.pause():
-        norms = gradients.squares_on_host(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
-        weights, finite = clipping.weights(norms, names, losses.detach().cpu())
-        all_finite = bool(finite.all())
-    if not all_finite:
+    precision = max(gradients.precision, losses.dtype, *tape.hidden_dtypes, key=unit_roundoff)
+    if unit_roundoff(precision) > unit_roundoff(torch.float32):
         return from_factors(tape, losses, gradients, clipping)
     parameters = tape.marks.trainable()
+    names = list(parameters)
+    with tape.pause():
+        norms = gradients.squares_on_host(second_pass=precision)
+        weights, finite = clipping.weights(norms, names, losses.detach().cpu())
+        if not bool(finite.all()):
+            return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
     sums: dict[str, Tensor] = {}
     for group in clipping.groups(names):
         members = [name for name in group.names if name in weights]
