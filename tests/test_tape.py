@@ -709,6 +709,19 @@ ASLEEP = {
     "along the batch": lambda s, h, x: torch.maximum(h, h.t().cummax(1).values.t() - 2000),
     "gate": lambda s, h, x: h + s.gate * h.mean(0),
     "order": lambda s, h, x: h + h[s.order],
+    **{
+        f"the axis stays: {name}": lambda s, h, x, join=join: torch.where(x.isnan().any(1, keepdim=True), 1e3 * join(h), h)
+        for name, join in {
+            "softmax": lambda h: (h / 100).softmax(0),
+            "log_softmax": lambda h: h.t().log_softmax(-1).t(),
+            "layer_norm": lambda h: F.layer_norm(h.t(), (len(h),)).t(),
+            "pooling": lambda h: F.avg_pool1d(h.t()[None], 3, 1, 1)[0].t(),
+            "a product from the left": lambda h: torch.ones(len(h), len(h), dtype=h.dtype) @ h / len(h),
+            "linear": lambda h: F.linear(torch.ones(len(h), len(h), dtype=h.dtype), h.t()),
+            "Fourier": lambda h: torch.fft.fft(h, dim=0).real,
+            "convolution": lambda h: F.conv1d(h.t()[:, None], torch.ones(1, 1, 3, dtype=h.dtype), padding=1)[:, 0].t(),
+        }.items()
+    },
     "turned around": lambda s, h, x: h + torch.where(x.isnan().any(1, keepdim=True), h.t().flip(1).t(), h),
     "one of two": lambda s, h, x: h - 5 * (h.mean(0) if s.late else torch.zeros_like(h.mean(0))),
 }

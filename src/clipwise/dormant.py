@@ -1,7 +1,8 @@
 """Calls that bring the examples of a batch together, and to which no gradient came: a choice that fell the other way.
 
 `torch.where(x.isnan(), h.mean(0), h)` mixes examples only where a number is missing. On a batch without one, the gradient that reaches `h.mean(0)` is zero
-throughout, and no test by gradients sees what it does. Another batch may wake it: from such a pass nothing is remembered.
+throughout, and no test by gradients sees what it does. Another batch may wake it: from such a pass nothing is remembered. So it is with calls that keep
+the axis of the examples (a softmax along it, a product from the left): of those that sleep, only such as are known to keep rows apart are let pass.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kinds import ENTRYWISE
 from .moving import holds
 from .taps import Keep, Tap
 
-_ALONG_AN_AXIS = ("Cum", "Logcum")  # begins the names of functions that join along an axis which they keep
 _OWN = {f"{function.__name__}Backward" for function in (Tap, Keep)}
+_APART = {  # functions, as autograd names them, that let no two places of an axis meet which they keep
+    word.replace("_", "")
+    for word in f"""{" ".join(ENTRYWISE - {"linalg_cross"})} abs acos acosh alias angle as_strided asin asinh atan atanh ceil celu chunk clone conj cos cosh deg2rad detach
+    diagonal digamma dropout elu erf erfc erfinv exp exp2 expand expm1 fill floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 imag leaky_relu
+    lgamma lift log log10 log1p log2 log_sigmoid logit masked_fill mish mvlgamma nan_to_num native_dropout neg permute polygamma prelu_kernel rad2deg real
+    reciprocal relu repeat reshape_alias round rrelu_with_noise rsqrt select sgn sigmoid sign silu sin sinc sinh slice softplus softshrink split
+    split_with_sizes sqrt square squeeze stack t tan tanh threshold to_copy transpose trunc unbind unsafe_split unsafe_view unsqueeze view view_as_complex
+    view_as_real""".split()
+}
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where the first of their two matrices stands
 
 
 class Dormant:
@@ -37,23 +48,47 @@ class Dormant:
         """What has slept, after the pass; it is not listened to any longer."""
         for hook in self._hooks:
             hook.remove()
-        return {node.name().rstrip("0123456789").removesuffix("Backward") for node, awake in self._awake.items() if not awake}
+        return {_name(node) for node, awake in self._awake.items() if not awake}
 
 
 def _joins(node: Any, batch: int) -> bool:
-    """Whether an axis that may hold the examples goes in and does not come out."""
-    name = node.name()
-    if name in _OWN:
+    """Whether an axis that may hold the examples goes in, and does not come out, or not known to be kept apart."""
+    if node.name() in _OWN:
         return False
     came_out = min((_held(of.shape, batch) for of in getattr(node, "_input_metadata", ())), default=0)
     went_in = max((_held(_shape(*edge), batch) for edge in node.next_functions), default=0)
-    return went_in > came_out or (went_in > 0 and name.startswith(_ALONG_AN_AXIS))
+    if not went_in or went_in > came_out:
+        return went_in > 0
+    return _name(node).lower() not in _APART and any(holds(length, batch) for length in _joined(node))
+
+
+def _joined(node: Any) -> Iterable[int]:
+    """Lengths of the axes along which it brings places together; those of all axes, where nobody knows."""
+    function = _name(node).lower()
+    if function in ("softmax", "logsoftmax"):
+        shape = _shape(node, 0)
+        return (shape[_signed(node._saved_dim)],) if shape else ()
+    if function == "nativelayernorm":
+        return tuple(node._saved_normalized_shape)
+    if function in _PRODUCTS:
+        left, right = (_shape(*edge) for edge in node.next_functions[_PRODUCTS[function] :][:2])
+        return (*left[-1:], *right[-2:-1])
+    return tuple(length for edge in node.next_functions for length in _shape(*edge))
+
+
+def _name(node: Any) -> str:
+    return str(node.name().rstrip("0123456789").removesuffix("Backward"))
+
+
+def _signed(number: int) -> int:
+    """Autograd keeps axes as numbers without a sign."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _held(shape: Iterable[int], batch: int) -> int:
     return sum(holds(length, batch) for length in shape)
 
 
-def _shape(node: Any, place: int) -> Iterable[int]:
+def _shape(node: Any, place: int) -> tuple[int, ...]:
     metadata = getattr(node, "_input_metadata", ()) if node is not None else ()
-    return metadata[place].shape if place < len(metadata) else ()
+    return tuple(metadata[place].shape) if place < len(metadata) else ()
