@@ -382,9 +382,14 @@ def test_a_recording_that_cuda_breaks_off_leaves_nothing_behind(in_passing):
 
     device = torch.device("cuda", torch.cuda.current_device())
     x, here = torch.ones(8, device=device), torch.cuda.current_stream()
+    captured_in_passing(lambda: x.mul_(1), device)  # libraries have taken their room
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     with pytest.raises(RuntimeError):
-        (captured_in_passing if in_passing else captured)(lambda: x.sum().item(), device)
+        (captured_in_passing if in_passing else captured)(lambda: (torch.empty(2**26, device=device), x.sum().item()), device)
     assert torch.cuda.current_stream() == here
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before + 2**28  # what the recording took is given back
     F.dropout(x)
     held = torch.empty(2**26, device=device)
     reserved = torch.cuda.memory_reserved()

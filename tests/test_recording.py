@@ -33,7 +33,7 @@ class Gpu:
         self.device = 0
         self.caller, self.own = Stream("caller", self.happened), Stream("recording", self.happened)
         self.stream = self.caller
-        self.capturing = False
+        self.capturing = self.allocates = False
 
     @contextlib.contextmanager
     def on(self, name, value):
@@ -43,6 +43,12 @@ class Gpu:
             yield
         finally:
             setattr(self, name, before)
+
+    def close(self, *pool):
+        if not self.allocates:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.happened.append(("close", *pool))
+        self.allocates = False
 
     def graph(self):
         gpu = self
@@ -54,14 +60,14 @@ class Gpu:
             def capture_begin(self, **options):
                 assert options["capture_error_mode"] == "thread_local" and gpu.stream is gpu.own and gpu.device == DEVICE.index
                 gpu.happened.append("begin")
-                gpu.capturing = True
+                gpu.capturing = gpu.allocates = True
 
             def capture_end(self):
                 if gpu.breaks_off:
                     gpu.breaks_off = False  # CUDA says so once: torch still takes its generator for one that records
                     raise RuntimeError("operation failed due to a previous error during capture")
                 gpu.happened.append("end")
-                gpu.capturing = False
+                gpu.capturing = gpu.allocates = False
 
             def replay(self):
                 gpu.happened.append(f"replay on {gpu.stream.name}")
@@ -80,7 +86,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.happened.append("wait for the device"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gpu.happened.append("give memory back"))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(gpu.stream), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: gpu.happened.append(("close", *args)), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", gpu.close, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: gpu.happened.append(("release", *args)), raising=False)
+    monkeypatch.setattr(recording, "_broken_off", [])
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(()))  # for the recording that mends
     monkeypatch.setattr(recording, "recording_stream", lambda device: gpu.own)
     monkeypatch.setattr(recording, "begin_with_libraries", lambda device: gpu.happened.append(f"libraries on {gpu.stream.name}"))
@@ -112,12 +120,17 @@ def test_outside_a_step_torch_gives_back_what_it_keeps(gpu):
 @pytest.mark.parametrize("how", [recording.captured, recording.captured_in_passing], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("fault", ["CUDA", "Python"])
 def test_a_recording_that_is_broken_off_leaves_nothing_behind(gpu, how, fault):
-    """Its stream was current from then on, torch allocated for it, and no number could be drawn on the device outside a graph."""
+    """Its stream was current from then on, torch allocated for it and kept its memory, and no number could be drawn on the device outside a graph."""
     gpu.breaks_off = fault == "CUDA"
     with pytest.raises((RuntimeError, ZeroDivisionError), match="previous error" if fault == "CUDA" else "division"):
         how(lambda: None if fault == "CUDA" else 1 / 0, DEVICE)
     assert gpu.stream is gpu.caller and gpu.device == 0 and not gpu.capturing
-    assert ("close", 1, (0, 7)) in gpu.happened and gpu.happened[-3:] == ["begin", "end", "caller waits for recording"]
+    closed = [happened for happened in gpu.happened if isinstance(happened, tuple)]
+    assert closed == ([("close", 1, (0, 7)), ("release", 1, (0, 7))] if fault == "CUDA" else []) and gpu.happened[-3:] == [
+        "begin",
+        "end",
+        "caller waits for recording",
+    ]
     recording.captured_in_passing(lambda: None, DEVICE)()
     assert gpu.happened[-1] == "replay on caller"
 
@@ -157,13 +170,50 @@ def test_replays_of_a_device_come_one_after_the_other(gpu):
     ]
 
 
+def on_this_computer(monkeypatch, backend="native", use=lambda pool, device: contextlib.nullcontext()):
+    """What libraries are called with."""
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(recording, "_room_of_libraries", lambda device: "room")
+
+
+def test_other_allocators_have_no_pools(gpu, monkeypatch):
+    on_this_computer(monkeypatch, "cudaMallocAsync", lambda *_: pytest.fail("which raises there"))
+    begin_with_libraries(DEVICE)
+
+
+def test_libraries_get_room_that_torch_keeps_for_reuse(gpu, monkeypatch):
+    """While a pool is in use it does not give that back by itself."""
+
+    @contextlib.contextmanager
+    def full(pool, device):
+        if "give memory back" not in gpu.happened:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        gpu.happened.append(f"in {pool}")
+        yield
+
+    on_this_computer(monkeypatch, use=full)
+    begin_with_libraries(DEVICE)
+    assert gpu.happened == ["give memory back", "in room"]
+
+
+def test_a_warm_up_that_fails_is_waited_for(gpu):
+    """Its inputs are let go by the caller, while they may still be read."""
+    with pytest.raises(ZeroDivisionError):
+        recording.recorded(lambda x: 1 / 0, [Placed()])
+    assert gpu.happened[-1] == "caller waits for recording" and gpu.stream is gpu.caller
+
+
+class Placed:
+    device = DEVICE
+
+
 def test_what_is_tried_out_waits_for_replays_on_any_stream(gpu, monkeypatch):
     """cuBLAS, called on the stream of recordings, works where graphs that were recorded there do."""
-    replay, ones = recording.captured_in_passing(lambda: None, DEVICE), torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: gpu.on("room", pool))
-    monkeypatch.setattr(recording, "_room_of_libraries", lambda device: "of libraries")
-    gpu.room = None
+    replay = recording.captured_in_passing(lambda: None, DEVICE)
+    on_this_computer(monkeypatch)
     with gpu.on("stream", Stream("side", gpu.happened)):
         replay()
     gpu.happened.clear()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .errors import WrongDraw
-from .taps import Record
 
-Receive = Callable[[Record, Tensor, tuple[Tensor, ...]], None]
+if TYPE_CHECKING:
+    from .taps import Record
+
+Receive = Callable[["Record", Tensor, tuple[Tensor, ...]], None]
 
 
 def current_address(device: torch.device) -> int:

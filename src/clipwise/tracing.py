@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from .streams import current_address
 from .switches import Switch
 
 _P = ParamSpec("_P")
@@ -51,7 +52,8 @@ def can_be_recorded(device: torch.device) -> bool:
 
 
 def made_once(make: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """A function whose last results are kept: constants to which nobody writes. What is made for a graph belongs to that graph."""
+    """A function whose last results are kept, for each stream of the devices among its arguments: constants to which nobody writes. What is made for a
+    graph belongs to that graph."""
     return _made_once(make, for_graphs=False)
 
 
@@ -66,25 +68,21 @@ def _made_once(make: Callable[_P, Tensor], *, for_graphs: bool) -> Callable[_P, 
     def found(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         if (is_tracing() and not for_graphs) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return make(*args, **kwargs)
-        key = args, tuple(kwargs.items())
+        streams = () if for_graphs else tuple([current_address(value) for value in args if type(value) is torch.device])
+        key = args, tuple(kwargs.items()), streams
         tensor = kept.get(key)
         if tensor is None:
             with outside_graphs():
-                tensor = for_every_stream(make(*args, **kwargs))
+                tensor = make(*args, **kwargs)
             if type(tensor) is Tensor and not tensor.is_inference():  # no stand-in of somebody's mode
+                if for_graphs and tensor.is_cuda:
+                    torch.cuda.current_stream(tensor.device).synchronize()  # a graph is replayed on any stream
                 if len(kept) >= (_KEPT_FOR_GRAPHS if for_graphs else _KEPT_AT_MOST):
                     kept.clear()
                 kept[key] = tensor
         return tensor
 
     return found
-
-
-def for_every_stream(tensor: Tensor) -> Tensor:
-    """A tensor that is kept: who reads it next may do so on another stream than the one it was made on."""
-    if type(tensor) is Tensor and tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
 
 
 def outside_graphs() -> AbstractContextManager[Any]:

@@ -16,7 +16,13 @@ from ..numerics import without_autocast
 from ..streams import current_address
 
 _WARM_UP = 3  # runs before the recording: libraries choose their kernels and allocate what they need
-_one_at_a_time = threading.RLock()  # everything is recorded on one stream, and replayed as if it were
+_broken_off: list[torch.cuda.CUDAGraph] = []  # of which torch still thinks that they allocate memory of the host
+
+
+@lru_cache
+def _one_at_a_time(device: torch.device) -> threading.RLock:
+    """Everything of a device is recorded on one stream, and replayed as if it were."""
+    return threading.RLock()
 
 
 def captured(run: Callable[[], None], device: torch.device, generators: Sequence[torch.Generator] = ()) -> Replay:
@@ -24,7 +30,7 @@ def captured(run: Callable[[], None], device: torch.device, generators: Sequence
 
     `generators`: those that it draws from, besides the device's own. What other threads do meanwhile (loaders pin memory) is their business.
     """
-    with _one_at_a_time:
+    with _one_at_a_time(device):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # as much memory for the graph as there is
         return captured_in_passing(run, device, generators)
@@ -41,13 +47,15 @@ def recorded(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> 
     outputs: list[Tensor] = []
     device = inputs[0].device
     stream = recording_stream(device)
-    with _one_at_a_time:
+    with _one_at_a_time(device):
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            begin_with_libraries(device)
-            for _ in range(_WARM_UP):
-                run(*inputs)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                begin_with_libraries(device)
+                for _ in range(_WARM_UP):
+                    run(*inputs)
+        finally:
+            torch.cuda.current_stream(device).wait_stream(stream)
         return captured(lambda: outputs.extend(run(*inputs)), device), outputs
 
 
@@ -68,7 +76,7 @@ def captured_in_passing(
     """As `captured`, in the midst of a step that was made before: nothing is waited for, and what torch keeps for reuse stays, so that the
     tensors of later steps will lie where they lay. The graph's own lie in `pool`: nobody's so far, or that of a graph that is still there, but
     will not be replayed again."""
-    with _one_at_a_time, _without_collecting(), torch.cuda.device(device):
+    with _one_at_a_time(device), _without_collecting(), torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)  # which puts its seed on the device that is current
@@ -85,7 +93,7 @@ def captured_in_passing(
                     finally:
                         graph.capture_end()
                 except Exception:
-                    _mend(device, pool)
+                    _mend(graph, device, pool)
                     raise
         finally:
             # Replays come after what torch has started on the stream of the recording: it puts there where generators begin, and so does every replay, on
@@ -94,18 +102,20 @@ def captured_in_passing(
     return Replay(graph, device)
 
 
-def _mend(device: torch.device, pool: Pool) -> None:
-    """Where CUDA itself broke a recording off, torch would go on allocating for it, and take the device's generator for one that records: no number could be
-    drawn outside a graph. A recording that comes to its end tells it otherwise."""
+def _mend(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> None:
+    """Where CUDA itself broke a recording off, torch would go on allocating for it, keep that memory for ever, and take the device's generator for one that
+    records: no number could be drawn outside a graph. A recording that comes to its end tells it otherwise."""
     with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_endAllocateToPool(device.index, pool)  # raises where it was torch that ended the recording
+        torch._C._cuda_releasePool(device.index, pool)
+        _broken_off.append(graph)  # which the host's allocator goes on asking
     with contextlib.suppress(Exception):
-        number, graph = torch.zeros((), device=device), torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        number, another = torch.zeros((), device=device), torch.cuda.CUDAGraph()
+        another.capture_begin(capture_error_mode="thread_local")
         try:
             number.add_(1)
         finally:
-            graph.capture_end()
+            another.capture_end()
 
 
 @contextlib.contextmanager
@@ -130,9 +140,23 @@ def begin_with_libraries(device: torch.device) -> None:
     _in_turn(device)
     left = torch.ones(16, 16, device=device)
     product = torch.empty_like(left)
-    with torch.cuda.use_mem_pool(_room_of_libraries(device), device):
+    try:
+        _call_libraries(left, product)
+    except torch.OutOfMemoryError:  # while a pool is in use, torch does not ask what it keeps for reuse
+        torch.cuda.empty_cache()
+        _call_libraries(left, product)
+
+
+def _call_libraries(left: Tensor, product: Tensor) -> None:
+    with _in_room_of_libraries(left.device):
         torch.mm(left, left, out=product)
         torch.addmm(left[0], left, left, out=product)  # by cuBLASLt, which may have room of its own
+
+
+def _in_room_of_libraries(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Other allocators than torch's own have no pools."""
+    is_torchs = torch.cuda.get_allocator_backend() == "native"
+    return torch.cuda.use_mem_pool(_room_of_libraries(device), device) if is_torchs else contextlib.nullcontext()
 
 
 @lru_cache
@@ -161,9 +185,10 @@ class Replay:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device):
         self._graph, self._device = graph, device
+        self._in_turn = _one_at_a_time(device)
 
     def __call__(self) -> None:
-        with _one_at_a_time:
+        with self._in_turn:
             _in_turn(self._device)
             self._graph.replay()
 
