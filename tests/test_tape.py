@@ -722,6 +722,17 @@ ASLEEP = {
             "convolution": lambda h: F.conv1d(h.t()[:, None], torch.ones(1, 1, 3, dtype=h.dtype), padding=1)[:, 0].t(),
         }.items()
     },
+    **{
+        f"what is joined sleeps: {name}": lambda s, h, x, join=join: h + join(h, x.isnan().any(1, keepdim=True))
+        for name, join in {
+            "sum": lambda h, flag: torch.where(flag, h, 0.0).sum(0),
+            "filled": lambda h, flag: h.masked_fill(~flag, 0.0).mean(0, keepdim=True),
+            "threshold": lambda h, flag: F.relu(h - 2000).mean(0),
+            "product": lambda h, flag: (h * flag).sum(0),
+            "Fourier": lambda h, flag: torch.fft.fft(torch.where(flag, h, 0.0), dim=0).real,
+            "later": lambda h, flag: torch.where(flag, h, 0.0).tanh().view(-1, 2, 3).sum((0, 1)).repeat(2),
+        }.items()
+    },
     "turned around": lambda s, h, x: h + torch.where(x.isnan().any(1, keepdim=True), h.t().flip(1).t(), h),
     "one of two": lambda s, h, x: h - 5 * (h.mean(0) if s.late else torch.zeros_like(h.mean(0))),
 }

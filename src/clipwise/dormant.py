@@ -2,7 +2,8 @@
 
 `torch.where(x.isnan(), h.mean(0), h)` mixes examples only where a number is missing. On a batch without one, the gradient that reaches `h.mean(0)` is zero
 throughout, and no test by gradients sees what it does. Another batch may wake it: from such a pass nothing is remembered. So it is with calls that keep
-the axis of the examples (a softmax along it, a product from the left): of those that sleep, only such as are known to keep rows apart are let pass.
+the axis of the examples (a softmax along it, a product from the left): of those that sleep, only such as are known to keep rows apart are let pass. And so
+it is where something does come to a call that joins, and does not get further, because what it joins was put to zero before.
 """
 
 from __future__ import annotations
@@ -34,21 +35,69 @@ class Dormant:
     """Listens to one backward pass over these nodes of autograd's."""
 
     def __init__(self, nodes: Iterable[Any], batch: int):
-        self._awake: dict[Any, bool] = {node: False for node in nodes if _joins(node, batch)}
-        self._hooks = [node.register_prehook(self._listener(node)) for node in self._awake]
+        nodes = set(nodes)
+        joins = {node for node in nodes if _joins(node, batch)}
+        self._asleep: dict[Any, str] = {node: _name(node) for node in joins}  # until it is called
+        self._hooks = [node.register_prehook(self._listener(node)) for node in joins]
+        if joins:
+            examples = _from_which(nodes, {node for node in nodes if node.name() in _OWN})
+            for node in _behind(joins):
+                places = [place for place, edge in enumerate(node.next_functions) if edge[0] in examples and _held(_shape(*edge), batch)]
+                if places:
+                    self._hooks.append(node.register_hook(self._looker(node, places)))
 
     def _listener(self, node: Any) -> Any:
+        """Whether something comes to a call that joins rows."""
+
         def listen(grads: tuple[Tensor | None, ...]) -> None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():  # none of a tape's business
-                self._awake[node] = any(grad is not None and bool(grad.any()) for grad in grads)
+            if any(map(_is_awake, grads)):
+                self._asleep.pop(node, None)
 
         return listen
+
+    def _looker(self, node: Any, places: list[int]) -> Any:
+        """Whether something goes on, to what was joined later: `torch.where(x.isnan(), h, 0).sum(0)`."""
+
+        def look(grads: tuple[Tensor | None, ...], _: Any) -> None:
+            if not all(_is_awake(grads[place]) for place in places):
+                self._asleep[node, "joined later"] = _name(node)
+
+        return look
 
     def names(self) -> set[str]:
         """What has slept, after the pass; it is not listened to any longer."""
         for hook in self._hooks:
             hook.remove()
-        return {_name(node) for node, awake in self._awake.items() if not awake}
+        return set(self._asleep.values())
+
+
+def _is_awake(grad: Tensor | None) -> bool:
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # none of a tape's business
+        return grad is not None and bool(grad.any())
+
+
+def _behind(joins: Iterable[Any]) -> set[Any]:
+    """These nodes, and those whose results go into them."""
+    found, waiting = set(joins), list(joins)
+    while waiting:
+        new = {node for node, _ in waiting.pop().next_functions if node is not None} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _from_which(nodes: Iterable[Any], ends: Iterable[Any]) -> set[Any]:
+    """Those of the nodes from which autograd comes to one of the ends."""
+    before: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            before.setdefault(following, []).append(node)
+    found, waiting = set(ends), list(ends)
+    while waiting:
+        new = set(before.get(waiting.pop(), ())) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _joins(node: Any, batch: int) -> bool:
