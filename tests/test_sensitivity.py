@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clipwise as cw
-from helpers import ALL_METHODS, Net, examples, sensitivity
+from helpers import ALL_METHODS, Net, clipped, examples, sensitivity
 
 LIMIT = {torch.float64: 1 + 1e-6, torch.float32: 1 + 1e-3, torch.bfloat16: 1 + 1e-3}
 
@@ -120,6 +120,38 @@ def test_one_example_that_is_no_number_leaves_the_others_as_they_are(precision, 
     model, x = alike(1024, dtype)
     bad = torch.cat([x, torch.full_like(x[:1], float("nan"))])
     assert (total(model, x, method, context) - total(model, bad, method, context)).norm() <= 1e-3
+
+
+def verified(model, steps=9):
+    """This model, after steps that were measured."""
+    for _ in range(steps):
+        clipped(model, [examples(8, 6)], 0.3)
+    return model
+
+
+def test_a_second_pass_adds_nothing_that_a_hook_makes_of_the_sum():
+    model = verified(Net(lambda s, x: s.b(torch.tanh(s.a(x))), a=nn.Linear(6, 4), b=nn.Linear(4, 3)).double())
+    x = examples(8, 6)
+    expected = clipped(model, [x], 0.3, method="bookkeep")[1]
+    model.b.weight.register_hook(lambda grad: 10 * grad)
+    torch.testing.assert_close(clipped(model, [x], 0.3, method="reweight")[1], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_a_second_pass_adds_nothing_that_no_tap_has_seen():
+    """Between two verifications: the sum of a second pass is autograd's own, and has what goes past the taps, too."""
+    scripted = torch.jit.script(_scaled)
+    model = Net(
+        lambda s, x: s.b(scripted(torch.tanh(s.a(x)), s.b.weight) if s.late else torch.tanh(s.a(x))), a=nn.Linear(6, 4), b=nn.Linear(4, 3)
+    )
+    model.late = False
+    verified(model.double()).late = True
+    with pytest.raises(cw.UnseenUse, match=r"b\.weight"):
+        clipped(model, [examples(8, 6)], 0.3, method="reweight")
+
+
+def _scaled(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return h * (1.0 + 50.0 * weight.sum())
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..clipping import Clipping
 from ..collect import collect
+from ..coverage import check_coverage
 from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
 from .base import Clipped, from_factors, mean_weights
@@ -16,13 +17,16 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """ν_i = min(1, C/‖g_i‖), then the gradient of Σ ν_i ℓ_i, once for each group of the clipping.
 
     Autograd rounds that sum to the precision of its gradients. In bf16 and float16 one example then moves a sum of a thousand by several bounds, so there
-    it is made of factors. So it is, with the same ν, where an example is not finite: a zero weight does not stop it (0·Inf is NaN).
+    it is made of factors. So it is where a hook changes the sum, and, with the same ν, where an example is not finite: a zero weight does not stop it
+    (0·Inf is NaN). What the second pass adds beside what the taps have seen, nothing would clip: that there is none is looked at each time.
     """
     gradients = collect(tape, losses, keep_graph=True)
-    precision = max(gradients.precision, losses.dtype, *tape.hidden_dtypes, key=unit_roundoff)
-    if unit_roundoff(precision) > unit_roundoff(torch.float32):
-        return from_factors(tape, losses, gradients, clipping)
     parameters = tape.marks.trainable()
+    precision = max(gradients.precision, losses.dtype, *tape.hidden_dtypes, key=unit_roundoff)
+    if unit_roundoff(precision) > unit_roundoff(torch.float32) or any(parameter._backward_hooks for parameter in parameters.values()):
+        return from_factors(tape, losses, gradients, clipping)
+    if gradients.is_known:
+        check_coverage(losses, tape.marks)
     names = list(parameters)
     with tape.pause():
         norms = gradients.squares_on_host(second_pass=precision)
