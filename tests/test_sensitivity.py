@@ -113,13 +113,14 @@ def test_the_sum_of_many_is_not_rounded_in_lower_precision(precision, method):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16 autocast", "fp16 autocast", "pure bf16"])
-@pytest.mark.parametrize("method", ["bookkeep", "reweight"])
+@pytest.mark.parametrize("method", ["bookkeep", "reweight", "multiloss"])
 def test_one_example_that_is_no_number_leaves_the_others_as_they_are(precision, method):
     """It made all of them go another way, with other norms: nineteen bounds for a thousand examples in bf16."""
     dtype, context = halves(precision) if precision else (torch.float32, None)
     model, x = alike(1024, dtype)
     bad = torch.cat([x, torch.full_like(x[:1], float("nan"))])
-    assert (total(model, x, method, context) - total(model, bad, method, context)).norm() <= 1e-3
+    bound = 1e-2 if method == "multiloss" else 1e-3  # whose norms allow for no rounding, as those by factors do
+    assert (total(model, x, method, context) - total(model, bad, method, context)).norm() <= bound
 
 
 def verified(model, steps=9):

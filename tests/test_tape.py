@@ -730,6 +730,8 @@ ASLEEP = {
             "threshold": lambda h, flag: F.relu(h - 2000).mean(0),
             "product": lambda h, flag: (h * flag).sum(0),
             "Fourier": lambda h, flag: torch.fft.fft(torch.where(flag, h, 0.0), dim=0).real,
+            "a gate that is nearly closed": lambda h, flag: F.silu((h - 2000) / 4).mean(0),
+            "a gate behind": lambda h, flag: torch.sigmoid((h.amax(1, keepdim=True) - 2000) / 4) * h.mean(0),
             "later": lambda h, flag: torch.where(flag, h, 0.0).tanh().view(-1, 2, 3).sum((0, 1)).repeat(2),
         }.items()
     },

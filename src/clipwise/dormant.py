@@ -3,7 +3,8 @@
 `torch.where(x.isnan(), h.mean(0), h)` mixes examples only where a number is missing. On a batch without one, the gradient that reaches `h.mean(0)` is zero
 throughout, and no test by gradients sees what it does. Another batch may wake it: from such a pass nothing is remembered. So it is with calls that keep
 the axis of the examples (a softmax along it, a product from the left): of those that sleep, only such as are known to keep rows apart are let pass. And so
-it is where something does come to a call that joins, and does not get further, because what it joins was put to zero before.
+it is where something does come to a call that joins, and does not get further, because what it joins was put to zero before; or as good as nothing does,
+beside what comes to the same place by another way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _APART = {  # functions, as autograd names them, that let no two places of an ax
     split_with_sizes sqrt square squeeze stack t tan tanh threshold to_copy transpose trunc unbind unsafe_split unsafe_view unsqueeze view view_as_complex
     view_as_real""".split()
 }
+_UNSEEN = 1e-9  # times what else comes to the same place: less is lost in the rounding of measurements (and layers are scaled by 1e-6)
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where the first of their two matrices stands
 
 
@@ -37,30 +39,27 @@ class Dormant:
     def __init__(self, nodes: Iterable[Any], batch: int):
         nodes = set(nodes)
         joins = {node for node in nodes if _joins(node, batch)}
-        self._asleep: dict[Any, str] = {node: _name(node) for node in joins}  # until it is called
-        self._hooks = [node.register_prehook(self._listener(node)) for node in joins]
-        if joins:
-            examples = _from_which(nodes, {node for node in nodes if node.name() in _OWN})
-            for node in _behind(joins):
-                places = [place for place, edge in enumerate(node.next_functions) if edge[0] in examples and _held(_shape(*edge), batch)]
-                if places:
-                    self._hooks.append(node.register_hook(self._looker(node, places)))
+        examples = _from_which(nodes, {node for node in nodes if node.name() in _OWN}) if joins else set()
+        self._came = dict.fromkeys(joins, 0.0)  # node: the largest number of the gradient that came to it …
+        self._went: list[tuple[Any, Any, float]] = []  # … and what goes on from one node to another, to what was joined later
+        self._joins = joins
+        self._hooks = []
+        for node in _behind(joins):
+            places = [place for place, edge in enumerate(node.next_functions) if edge[0] in examples and _held(_shape(*edge), batch)]
+            if places:
+                self._hooks.append(node.register_hook(self._looker(node, places)))
+            if places or node in joins or node in examples:
+                self._hooks.append(node.register_prehook(self._listener(node)))
 
     def _listener(self, node: Any) -> Any:
-        """Whether something comes to a call that joins rows."""
-
         def listen(grads: tuple[Tensor | None, ...]) -> None:
-            if any(map(_is_awake, grads)):
-                self._asleep.pop(node, None)
+            self._came[node] = max(map(_largest, grads), default=0.0)
 
         return listen
 
     def _looker(self, node: Any, places: list[int]) -> Any:
-        """Whether something goes on, to what was joined later: `torch.where(x.isnan(), h, 0).sum(0)`."""
-
         def look(grads: tuple[Tensor | None, ...], _: Any) -> None:
-            if not all(_is_awake(grads[place]) for place in places):
-                self._asleep[node, "joined later"] = _name(node)
+            self._went += [(node, node.next_functions[place][0], _largest(grads[place])) for place in places]
 
         return look
 
@@ -68,12 +67,17 @@ class Dormant:
         """What has slept, after the pass; it is not listened to any longer."""
         for hook in self._hooks:
             hook.remove()
-        return set(self._asleep.values())
+        asleep = [node for node in self._joins if not self._came[node]]
+        asleep += [node for node, to, largest in self._went if largest <= _UNSEEN * self._came.get(to, 0.0)]
+        return set(map(_name, asleep))
 
 
-def _is_awake(grad: Tensor | None) -> bool:
+def _largest(grad: Tensor | None) -> float:
+    """Of its numbers; those that are not finite say nothing."""
+    if grad is None or not grad.numel():
+        return 0.0
     with torch._C.DisableTorchFunction(), torch.no_grad():  # none of a tape's business
-        return grad is not None and bool(grad.any())
+        return float(grad.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _behind(joins: Iterable[Any]) -> set[Any]:

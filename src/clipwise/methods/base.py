@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..clipping import Clipping
 from ..gradients import ExampleGradients
+from ..numerics import unit_roundoff
 from ..tape import Tape
 
 
@@ -45,6 +46,13 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def mean_weights(weights: dict[str, Tensor]) -> Tensor:
     distinct = list({id(weight): weight for weight in weights.values()}.values())
     return distinct[0] if len(distinct) == 1 else torch.stack(distinct).mean(0)
+
+
+def is_coarse(tape: Tape, losses: Tensor, gradients: ExampleGradients) -> bool:
+    """Whether gradients arrive in bf16 or float16, where two ways to the same sum may differ by a bound and more: then one way must serve whatever the
+    examples are, and only that by factors takes examples that are not finite."""
+    coarsest = max(gradients.precision, losses.dtype, *tape.hidden_dtypes, key=unit_roundoff)
+    return unit_roundoff(coarsest) > unit_roundoff(torch.float32)
 
 
 def from_factors(tape: Tape, losses: Tensor, gradients: ExampleGradients, clipping: Clipping) -> Clipped:

@@ -12,17 +12,17 @@ from ..gradients import ExampleGradients
 from ..machine import is_out_of_memory
 from ..numerics import squared_norms
 from ..tape import Tape
-from .base import Clipped, from_factors, mean_weights, trainable
+from .base import Clipped, from_factors, is_coarse, mean_weights, trainable
 
 
 def multiloss(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """autograd.grad of the vector of losses with the identity as its weights; clip, add.
 
     The batch shares one graph, in which an example that is not finite spoils the others' gradients (0·Inf is NaN): such a
-    batch is summed by factors.
+    batch is summed by factors; and so is every batch in bf16 and float16.
     """
     collected = collect(tape, losses, keep_graph=True)  # verifies what is new, and is there if a gradient is not finite
-    if len(losses) == 0:
+    if len(losses) == 0 or is_coarse(tape, losses, collected):
         return from_factors(tape, losses, collected, clipping)
     parameters = tape.marks.trainable()
     with tape.looking_back():

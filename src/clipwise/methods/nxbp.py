@@ -11,7 +11,7 @@ from ..clipping import Clipping
 from ..collect import collect
 from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
-from .base import Clipped, from_factors, mean_weights, trainable
+from .base import Clipped, from_factors, is_coarse, mean_weights, trainable
 
 
 class _RunningSum:
@@ -57,10 +57,10 @@ class _RunningSum:
 def nxbp(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """B backward passes over the graph that the batch shares.
 
-    As in multiloss, an example that is not finite spoils the others there, so such a batch is summed by factors.
+    As in multiloss, an example that is not finite spoils the others there, so such a batch is summed by factors; and so is every batch in bf16 and float16.
     """
     collected = collect(tape, losses, keep_graph=True)
-    if len(losses) == 0:
+    if len(losses) == 0 or is_coarse(tape, losses, collected):
         return from_factors(tape, losses, collected, clipping)
     parameters = tape.marks.trainable()
     running = _RunningSum(clipping, list(parameters))

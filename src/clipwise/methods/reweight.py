@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..clipping import Clipping
@@ -10,7 +9,7 @@ from ..collect import collect
 from ..coverage import check_coverage
 from ..numerics import in_working_precision, to_accumulate, unit_roundoff
 from ..tape import Tape
-from .base import Clipped, from_factors, mean_weights
+from .base import Clipped, from_factors, is_coarse, mean_weights
 
 
 def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
@@ -22,14 +21,13 @@ def reweight(tape: Tape, losses: Tensor, clipping: Clipping) -> Clipped:
     """
     gradients = collect(tape, losses, keep_graph=True)
     parameters = tape.marks.trainable()
-    precision = max(gradients.precision, losses.dtype, *tape.hidden_dtypes, key=unit_roundoff)
-    if unit_roundoff(precision) > unit_roundoff(torch.float32) or any(parameter._backward_hooks for parameter in parameters.values()):
+    if is_coarse(tape, losses, gradients) or any(parameter._backward_hooks for parameter in parameters.values()):
         return from_factors(tape, losses, gradients, clipping)
     if gradients.is_known:
         check_coverage(losses, tape.marks)
     names = list(parameters)
     with tape.pause():
-        norms = gradients.squares_on_host(second_pass=precision)
+        norms = gradients.squares_on_host(second_pass=max(gradients.precision, losses.dtype, key=unit_roundoff))
         weights, finite = clipping.weights(norms, names, losses.detach().cpu())
         if not bool(finite.all()):
             return Clipped(gradients.weighted_sums(weights), mean_weights(weights), finite)
