@@ -267,3 +267,47 @@ def test_pictures_that_are_changed_by_chance_are_separate(name, where):
         model.dice, model.numpy = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         losses_of = lambda m, x: m(x if where == "in the model" else x * (1 + RANDOM[name](m, x))).square().sum(1)
         assert norms(model, losses_of, examples(12, 5)).isfinite().all()
+
+
+def handed_out_by_length(s, x, lengths):
+    return s.out(torch.tanh(s.a(x))[lengths.argsort(descending=True)])
+
+
+def sorted_and_back(s, x, lengths):
+    order = lengths.argsort(descending=True)
+    return s.out(torch.tanh(s.a(x))[order])[order.argsort()]
+
+
+def the_longest_of_all(s, x, lengths):
+    return sorted_and_back(s, x, lengths) * (lengths == lengths.max())[:, None]
+
+
+@pytest.mark.parametrize("forward, mixes", [(handed_out_by_length, True), (sorted_and_back, False), (the_longest_of_all, True)])
+def test_an_order_by_whole_numbers_does_not_hide_mixing(forward, mixes):
+    """Lengths that were left as they are, as if they numbered rows of several, hid what goes by them: outputs in an order that targets do not have."""
+    for _ in range(12):
+        model = Net(forward, a=nn.Linear(3, 6), out=nn.Linear(6, CLASSES)).double()
+        x, lengths = examples(8, 3), torch.randperm(19)[:8] + 1
+        with cw.capture(model) as tape:
+            losses = entropy(model(x, lengths), torch.randint(0, CLASSES, (8,)))
+        if mixes:
+            with pytest.raises(cw.MixedExamples):
+                cw.per_example_norms(tape, losses)
+        else:
+            cw.per_example_norms(tape, losses)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_list_of_real_numbers_beside_a_tensor_has_one_for_each_example(mixes):
+    def forward(s, x, weights):
+        mine = torch.tensor(weights, dtype=x.dtype)
+        return s.a(x) + (mine - mine.mean() if mixes else mine)[:, None]
+
+    model = Net(forward, a=nn.Linear(3, CLASSES)).double()
+    with cw.capture(model) as tape:
+        losses = entropy(model(examples(6, 3), torch.randn(6).tolist()), torch.randint(0, CLASSES, (6,)))
+    if mixes:
+        with pytest.raises(cw.MixedExamples):
+            cw.per_example_norms(tape, losses)
+    else:
+        cw.per_example_norms(tape, losses)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -83,3 +84,13 @@ def test_a_single_image_without_batch_axis():
 def test_depthwise_and_pointwise(way):
     model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.Tanh(), nn.Conv2d(8, 3, 1))
     assert_exact(model, examples(4, 4, 5, 5))
+
+
+def test_weights_that_are_standardised_by_batch_norm():
+    """As vision models do: of a weight, statistics over what looks like a batch are its own."""
+
+    def forward(s, x):
+        weight = F.batch_norm(s.c.weight.reshape(1, 3, -1), None, None, training=True, momentum=0.0).reshape_as(s.c.weight)
+        return F.conv2d(x, weight, s.c.bias).flatten(1)
+
+    assert_exact(Net(forward, c=nn.Conv2d(2, 3, 2)), examples(5, 2, 4, 4))

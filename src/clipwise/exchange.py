@@ -55,7 +55,7 @@ class Exchange:
         kept, others = (torch.nonzero(mask)[:, 0] for mask in (is_kept, _among(owners, self.few) & ~is_kept))  # a row of nobody stays
         if not len(others) or not len(kept):
             return self.reading.select(value, self.few)
-        if torch.equal(owners, torch.arange(len(owners))) and not self.strange:
+        if not self.strange and (torch.equal(owners, torch.arange(len(owners))) or _goes_by_more_than_numbers(value, owners)):
             dice = random.Random()
             copies = torch.tensor([dice.choice(kept.tolist()) for _ in others], device=value.device)
             new = value.detach().index_select(axis, copies)
@@ -68,6 +68,15 @@ class Exchange:
         copies = random.Random().choices(sorted(self.kept), k=len(value))  # of what nothing can be made up
         other = lambda i: made_up(value[i].detach()) if isinstance(value[i], Tensor) else value[copies[i]]
         return type(value)(own(value[i]) if i in self.kept else other(i) for i in self.few)
+
+
+def _goes_by_more_than_numbers(value: Tensor, owners: Tensor) -> bool:
+    """Whether these integers, one for each example in some order, are neither the examples' numbers nor that order. Shuffled among the others (lengths, by
+    which rows were sorted) they would leave every rank as it was."""
+    order = owners.argsort()
+    if value.is_floating_point() or value.dim() != 1 or not torch.equal(owners[order], torch.arange(len(owners))):
+        return False
+    return not any(torch.equal(value.cpu(), numbers) for numbers in (owners, order))
 
 
 def _among(owners: Tensor, examples: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .errors import MixedExamples, StateWrite
 from .functions import full_name
-from .marks import Marks
+from .marks import EXAMPLE, Marks
 from .registry import Use
 
 Guard = Callable[[Use, Marks], None]
@@ -27,7 +27,8 @@ def _batch_norm(use: Use, marks: Marks) -> None:
         return
     arguments = _FUNCTIONAL if use.func is F.batch_norm else _NATIVE
     bound = dict(zip(arguments, use.bind(*arguments)))
-    if torch.is_grad_enabled() or bound["running_mean"] is not None:
+    of_a_weight = isinstance(bound["input"], torch.Tensor) and marks.kind(bound["input"]) != EXAMPLE  # weight standardisation
+    if bound["running_mean"] is not None or (torch.is_grad_enabled() and not of_a_weight):
         raise MixedExamples(f"{full_name(use.func)} normalises with the statistics of the whole batch{_near(use, bound, marks)}.", _REPAIR)
 
 

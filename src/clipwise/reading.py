@@ -103,7 +103,7 @@ class Reading:
             found.append(replace(straight, tables=self.tables))
         if self.reordered is not None:
             found += [replace(straight, reordered=self.reordered, outputs_in_order=in_order) for in_order in (False, True)]
-        ragged = [reading for reading in found if any(reading.is_ragged(tensor) for tensor in tensors if tensor.is_floating_point())]
+        ragged = [reading for reading in found if any(reading.has_several(tensor) for tensor in tensors if tensor.is_floating_point())]
         if any(not tensor.is_floating_point() for tensor in tensors):
             found += [replace(reading, indices_fixed=True) for reading in ragged]
         by_lists = replace(straight, lists_first=True)
@@ -131,8 +131,12 @@ class Reading:
 
     def is_ragged(self, tensor: Tensor) -> bool:
         """Whether rows of `tensor` are told by a table, not one for each example in order."""
+        return self.has_several(tensor) or (self.reordered is not None and self.axis(tensor) is not None)
+
+    def has_several(self, tensor: Tensor) -> bool:
+        """Whether examples have more or fewer rows of `tensor` than one, so that integers beside it may say which are whose."""
         axis = self.axis(tensor)
-        return axis is not None and (self.reordered is not None or tensor.shape[axis] != self.batch)
+        return axis is not None and tensor.shape[axis] != self.batch
 
     def of_outputs(self) -> Reading:
         return replace(self, reordered=None) if self.outputs_in_order else self
@@ -158,7 +162,7 @@ class Reading:
             return all(self.axis(item) is None for item in value)
         if len(value) in self.shared_words:
             return False
-        return is_list_of_words(value) or (self.numbers_too and isinstance(value, list) and holds_numbers_only(value))
+        return is_list_of_words(value) or (isinstance(value, list) and holds_numbers_only(value) and (self.numbers_too or _are_real(value)))
 
     def select(self, value: Any, examples: Sequence[int]) -> Any:
         """The rows of these examples."""
@@ -216,6 +220,11 @@ def is_list_of_words(value: Any) -> bool:
 def _is_one_thing(item: Any) -> bool:
     """What may stand for an example without being a tensor: words, an array, a list of numbers."""
     return isinstance(item, str | bytes) or is_array(item) or (isinstance(item, list) and bool(item) and holds_numbers_only(item))
+
+
+def _are_real(numbers: list[Any]) -> bool:
+    """Whether they are no lengths, places or orders."""
+    return any(isinstance(number, float) for number in numbers)
 
 
 def own(item: Any) -> Any:
