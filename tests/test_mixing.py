@@ -311,3 +311,69 @@ def test_a_list_of_real_numbers_beside_a_tensor_has_one_for_each_example(mixes):
             cw.per_example_norms(tape, losses)
     else:
         cw.per_example_norms(tape, losses)
+
+
+def centred_by_column(q):
+    t = q.detach().clone()
+    for column in range(t.shape[1]):
+        t[:, column].sub_(t[:, column].mean())
+    return t
+
+
+def written_through(view):
+    def targets(q):
+        t = torch.zeros_like(q)
+        view(t).copy_(view(q.detach() - q.detach().mean(0)))
+        return t
+
+    return targets
+
+
+def divided_in_place(q):
+    t = q.detach().clone()
+    part = t[:]
+    part -= t.mean(0)
+    return t
+
+
+def by_rows(q):
+    t, mean = torch.empty_like(q), q.detach().mean(0)
+    for place, row in zip(t, q.detach()):
+        place.copy_(row - mean)
+    return t
+
+
+WRITTEN = {
+    "columns": centred_by_column,
+    "flat": written_through(lambda t: t.view(-1)),
+    "turned": written_through(lambda t: t.T),
+    "data": written_through(lambda t: t.data),
+    "a part": divided_in_place,
+    "rows": by_rows,
+    "out": lambda q: (lambda t: (torch.sub(q.detach(), q.detach().mean(0), out=t[:]), t)[1])(torch.zeros_like(q)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_through_a_view_belongs_to_the_losses(name):
+    """The view is gone when the losses are there, and what lies under it looked like something from outside."""
+    model = nn.Linear(3, CLASSES).double()
+    with cw.capture(model) as tape:
+        q = model(examples(7, 3))
+        losses = (q - WRITTEN[name](q)).square().sum(1)
+    with pytest.raises(cw.MixedExamples):
+        cw.per_example_norms(tape, losses)
+
+
+def test_what_is_written_row_by_row_is_not_mixed():
+    def separate(q):
+        t = torch.zeros_like(q)
+        t.view(-1).copy_(q.detach().view(-1).square())
+        t[:, 0].mul_(2)
+        return t
+
+    model = nn.Linear(3, CLASSES).double()
+    with cw.capture(model) as tape:
+        q = model(examples(7, 3))
+        losses = (q - separate(q)).square().sum(1)
+    cw.per_example_norms(tape, losses)

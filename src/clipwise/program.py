@@ -40,6 +40,7 @@ class ProgramCall:
     kwargs: dict[str, Any]
     result: Any  # what was written, for a function that changes its argument
     from_nothing: bool = False  # no example data and no weight went in
+    writes: bool = False  # it changes its result, which may be a view of something else
     autocast_dtypes: dict[str, torch.dtype] = field(default_factory=dtypes_of_autocast)
 
     @contextlib.contextmanager
@@ -60,14 +61,38 @@ class RootCall:
 
 
 def leading_to(calls: list[ProgramCall], targets: list[Tensor]) -> list[ProgramCall]:
-    """The calls that the targets depend on, in order."""
+    """The calls that the targets depend on, in order: those that made them, or wrote into their memory, and so on."""
     wanted = {id(target) for target in targets}
+    some_write = any(call.writes for call in calls)
+    memory = set(map(memory_of, targets)) if some_write else set()
     needed = []
     for call in reversed(calls):
-        if not wanted.isdisjoint(map(id, every_tensor(call.result))):
+        results = every_tensor(call.result)
+        if not wanted.isdisjoint(map(id, results)) or (call.writes and not memory.isdisjoint(map(memory_of, results))):
             needed.append(call)
-            wanted.update(map(id, every_tensor([call.args, call.kwargs])))
+            given = every_tensor([call.args, call.kwargs])
+            wanted.update(map(id, given))
+            if some_write:
+                memory.update(map(memory_of, given))
     return needed[::-1]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where it lies, by itself or with others; a place of its own for what lies nowhere."""
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, stand-ins
+        return -id(tensor)
+
+
+def shared_and_written(calls: list[ProgramCall]) -> set[int]:
+    """Memory of several tensors, into which one of the calls writes."""
+    there: dict[int, set[int]] = {}
+    for call in calls:
+        for tensor in every_tensor(call.result):
+            there.setdefault(memory_of(tensor), set()).add(id(tensor))
+    written = {memory_of(tensor) for call in calls if call.writes for tensor in every_tensor(call.result)}
+    return {place for place in written if len(there[place]) > 1}
 
 
 def loose_ends(calls: list[ProgramCall]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from .exchange import Exchange, shaken
 from .functions import full_name
 from .machine import is_out_of_memory
 from .marks import EXAMPLE, TRACKED
-from .program import ProgramCall, leading_to, loose_ends
+from .program import ProgramCall, leading_to, loose_ends, memory_of, shared_and_written
 from .reading import Reading
 from .rerun import TRIALS
 from .still import Still
@@ -67,7 +67,8 @@ class _Replay:
         self.share_parameters = not tape.writes_parameters
         self.parameters = list(tape.marks.trainable().values())
         self.targets = [losses]
-        program = [call for call in tape.program if not (call.from_nothing and self._is_example_data(call.result))]
+        shared = shared_and_written(tape.program)
+        program = [call for call in tape.program if not (call.from_nothing and self._is_input(call.result, shared))]
         self.calls = leading_to(program, self.targets)
         if not self.calls:  # the last step to the losses was not a torch call: look at what went into it
             ends = [end for end in loose_ends(program) if end.is_floating_point() and end.dim() and len(end) == len(losses)]
@@ -91,9 +92,10 @@ class _Replay:
                 done.setdefault(place, []).append(key)
         return done
 
-    def _is_example_data(self, result: Any) -> bool:
-        """Inputs that were made inside the block, from nothing, stand for example data all the same."""
-        return any(self.marks.kind(tensor) == EXAMPLE for tensor in every_tensor(result))
+    def _is_input(self, result: Any, shared: set[int]) -> bool:
+        """What was made inside the block, from nothing, and stands for example data all the same; unless that is written into it by another name."""
+        tensors = every_tensor(result)
+        return any(self.marks.kind(tensor) == EXAMPLE for tensor in tensors) and shared.isdisjoint(map(memory_of, tensors))
 
     def choices(self, reading: Reading) -> list[Reading]:
         """Ways to read what comes from outside; the one that held for the modules first."""

@@ -168,7 +168,8 @@ class Watch(TorchFunctionMode):
         tape = self.tape
         if not tape.depth:
             written = written_by(trait, args, kwargs)
-            tape.program.append(ProgramCall(func, args, kwargs, result if written is None else written, from_nothing))
+            wrote = written is not None
+            tape.program.append(ProgramCall(func, args, kwargs, written if wrote else result, from_nothing, wrote))
             if len(tape.program) > tape.room:
                 tape.tidy()
 
