@@ -201,7 +201,10 @@ def test_few_rows(kind, rows):
         ),
         "lstm": lambda: Net(lambda s, x: s.b(s.a(x)[0][:, -1]), a=nn.LSTM(8, 8, batch_first=True), b=nn.Linear(8, 3)),
     }
-    assert_same_training(layers[kind], X.repeat(1, 10).view(-1, 5, 8), rows=rows)
+    x = X.repeat(1, 10).view(-1, 5, 8) * torch.linspace(0.5, 1.5, 5, dtype=X.dtype).view(
+        5, 1
+    )  # of equal tokens, queries and keys get rounding for gradients
+    assert_same_training(layers[kind], x, rows=rows)
 
 
 def test_a_buffer_that_is_replaced_now_and_then():

@@ -657,3 +657,46 @@ def test_a_weight_of_another_model_under_no_grad_is_nobodys_business():
     with cw.capture(student) as tape:
         losses = student(torch.randn(4, 5), teacher.weight).square().sum(1)
     assert set(cw.clipped_gradients(tape, losses, cw.flat(1.0))) == {"own.weight", "own.bias"}
+
+
+LEAVES = {
+    "close": lambda private, model: private.close(),
+    "an exception": lambda private, model: private.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None),
+    "a new training": lambda private, model: cw.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=1.0), small_plan()),
+    "discard": lambda private, model: private.discard(),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_was_clipped_and_not_released_does_not_stay_in_p_grad(ready, name):
+    """An optimizer that nobody watches any more would release it without noise, and nobody would count it."""
+    private, model, _optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    LEAVES[name](private, model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimizer_that_nobody_told_of_does_not_step_on_what_has_no_noise_yet(ready):
+    private, model, optimizer, x, y = ready
+    private.loss(losses_of(model, x, y)).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    refused(private, cw.UnhookedParameter, "has no noise", other.step)
+    assert all(map(torch.equal, before, model.parameters()))
+    elsewhere = nn.Linear(2, 2)
+    elsewhere(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(elsewhere.parameters(), lr=1.0).step()
+    optimizer.step()
+    other.step()  # on what was released
+
+
+def test_the_hook_of_all_optimizers_goes_with_the_last_training():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    (first, *_), (second, *_) = training(), training()
+    first.close()
+    assert len(hooks) == max(before, 1)
+    second.close()
+    assert len(hooks) <= before

@@ -22,13 +22,25 @@ from .taps import Keep, Tap
 _OWN = {f"{function.__name__}Backward" for function in (Tap, Keep)}
 _APART = {  # functions, as autograd names them, that let no two places of an axis meet which they keep
     word.replace("_", "")
-    for word in f"""{" ".join(ENTRYWISE - {"linalg_cross"})} abs acos acosh alias angle as_strided asin asinh atan atanh ceil celu chunk clone conj cos cosh deg2rad detach
-    diagonal digamma dropout elu erf erfc erfinv exp exp2 expand expm1 fill floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 imag leaky_relu
-    lgamma lift log log10 log1p log2 log_sigmoid logit masked_fill mish mvlgamma nan_to_num native_dropout neg permute polygamma prelu_kernel rad2deg real
-    reciprocal relu repeat reshape_alias round rrelu_with_noise rsqrt select sgn sigmoid sign silu sin sinc sinh slice softplus softshrink split
-    split_with_sizes sqrt square squeeze stack t tan tanh threshold to_copy transpose trunc unbind unsafe_split unsafe_view unsqueeze view view_as_complex
-    view_as_real""".split()
+    for word in f"""{" ".join(ENTRYWISE - {"linalg_cross"})} abs acos acosh alias amax amin angle as_strided asin asinh atan atanh cat ceil celu chunk clone conj
+    constant_pad_nd cos cosh deg2rad detach diagonal digamma dropout elu embedding erf erfc erfinv exp exp2 expand expm1 fill flip floor frac gelu
+    hardshrink hardsigmoid hardswish hardtanh i0 imag leaky_relu lgamma lift linalg_vector_norm log log10 log1p log2 log_sigmoid logit logsumexp
+    masked_fill mean median mish mode mvlgamma nan_to_num nansum native_dropout neg nll_loss nll_loss2d norm permute polygamma prelu_kernel prod rad2deg
+    real reciprocal relu repeat reshape_alias roll round rrelu_with_noise rsqrt select sgn sigmoid sign silu sin sinc sinh slice softplus softshrink split
+    split_with_sizes sqrt square squeeze stack std sum t tan tanh threshold to_copy transpose trunc unbind unsafe_split unsafe_view unsqueeze var view
+    view_as_complex view_as_real""".split()
 }
+_FIRST_AXIS_APART = (
+    "convolution",
+    "mkldnnconvolution",
+    "cudnnconvolution",
+    "nativegroupnorm",
+    "pixelshuffle",
+    "pixelunshuffle",
+    "im2col",
+    "col2im",
+    "gridsampler2d",
+)
 _UNSEEN = 1e-9  # times what else comes to the same place: less is lost in the rounding of measurements (and layers are scaled by 1e-6)
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # where the first of their two matrices stands
 
@@ -117,16 +129,20 @@ def _joins(node: Any, batch: int) -> bool:
 
 def _joined(node: Any) -> Iterable[int]:
     """Lengths of the axes along which it brings places together; those of all axes, where nobody knows."""
-    function = _name(node).lower()
-    if function in ("softmax", "logsoftmax"):
-        shape = _shape(node, 0)
-        return (shape[_signed(node._saved_dim)],) if shape else ()
+    function, shapes = _name(node).lower(), [_shape(*edge) for edge in node.next_functions]
+    along = getattr(node, "_saved_dim", None)
+    if along is not None and shapes[0] and function != "renorm":
+        return [shapes[0][_signed(axis)] for axis in ([along] if isinstance(along, int) else along)]
     if function == "nativelayernorm":
         return tuple(node._saved_normalized_shape)
     if function in _PRODUCTS:
-        left, right = (_shape(*edge) for edge in node.next_functions[_PRODUCTS[function] :][:2])
+        left, right = shapes[_PRODUCTS[function] :][:2]
         return (*left[-1:], *right[-2:-1])
-    return tuple(length for edge in node.next_functions for length in _shape(*edge))
+    if shapes[0] and (function in _FIRST_AXIS_APART or "pool" in function or function.startswith("upsample")):
+        return shapes[0][1:]
+    if "attention" in function:
+        return [length for shape in shapes for length in shape[-2:]]
+    return [length for shape in shapes for length in shape]
 
 
 def _name(node: Any) -> str:

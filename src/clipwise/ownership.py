@@ -1,17 +1,26 @@
-"""A module belongs to one training at a time."""
+"""A module belongs to one training at a time, and so do the gradients that lie on its parameters until they are noised."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .errors import UnhookedParameter
 
 if TYPE_CHECKING:
+    from .pending import Pending
     from .training import PrivateTraining
+    from .updates import Updates
 
+_open: weakref.WeakSet[PrivateTraining] = weakref.WeakSet()
+_handles: list[RemovableHandle] = []  # of the hook of all optimizers, while there are open trainings
 _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
 
 
@@ -31,3 +40,38 @@ def supersede(modules: Sequence[nn.Module]) -> None:
 
 def take_over(modules: Sequence[nn.Module], training: PrivateTraining) -> None:
     _trainings.update(dict.fromkeys((m for root in modules for m in root.modules()), weakref.ref(training)))
+    _open.add(training)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def let_go(training: PrivateTraining) -> None:
+    """It is closed."""
+    _open.discard(training)
+    if not _open:
+        while _handles:
+            _handles.pop().remove()
+
+
+def is_ours_alone(hooks: Collection[int]) -> bool:
+    """Whether nobody else listens to every optimizer's steps."""
+    return len(hooks) <= sum(handle.id in hooks for handle in _handles)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for training in list(_open):
+        training.check_stranger(optimizer)
+
+
+def check_stranger(optimizer: Optimizer, updates: Updates, pending: Pending) -> None:
+    """Refuse the step of an optimizer that is none of the training's where it would find a clipped sum that is not noised yet."""
+    if not pending.sums or any(optimizer is one for one in updates.optimizers):
+        return
+    released = updates.stepped_on(pending)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None and id(parameter) in pending.sums and id(parameter) not in released:
+            raise UnhookedParameter(
+                f"a {type(optimizer).__name__} that this training does not know steps on {updates.name_of(parameter)}, whose gradient is clipped and has no noise "
+                "yet: it would be released as it is, and not counted.",
+                "Step with the optimizer that PrivateTraining was given, or make the training anew with this one.",
+            )

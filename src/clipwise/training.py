@@ -23,7 +23,7 @@ from .intake import Intake
 from .inventory import as_modules
 from .ledger import Ledger
 from .loader import private_loader
-from .ownership import supersede, take_over
+from .ownership import check_stranger, let_go, supersede, take_over
 from .plan import PrivacyPlan
 from .progress import Progress
 from .randomness import Randomness, named
@@ -232,8 +232,9 @@ class PrivateTraining:
     __deepcopy__ = not_copied
 
     def discard(self, *, draw: bool = False) -> None:
-        """Forget the losses since the last step, after an exception say; with draw=True also the draw they were for. Clear p.grad yourself."""
+        """Forget the losses since the last step, after an exception say, and what they left in p.grad; with draw=True also the draw they were for."""
         self._intake.block.close()
+        self._take_back()
         if self._intake.pending.stepped:  # a part of it was released
             self._finish_step()
             return
@@ -242,6 +243,14 @@ class PrivateTraining:
         given_up = self._intake.draws.consume() if draw else None
         if given_up is not None:
             self._progress.move_past(given_up)
+
+    def _take_back(self) -> None:
+        pending = self._intake.pending
+        pending.take_back(self._updates.stepped_on(pending))
+
+    def check_stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step: refuse one that would find gradients of ours without noise."""
+        check_stranger(optimizer, self._updates, self._intake.pending)
 
     @property
     def nonfinite(self) -> int:
@@ -275,8 +284,10 @@ class PrivateTraining:
         return PrivacyReport(self.plan, self.ledger.spent, self.ledger.facts)
 
     def close(self) -> None:
-        """Take all hooks off the model and the optimizers; nothing is left on them."""
+        """Take all hooks off the model and the optimizers; nothing is left on them, nor in p.grad what was clipped and not released."""
+        self._take_back()
         self.is_closed = True
+        let_go(self)
         self._intake.block.remove()
         self._updates.remove()
         self.ledger.close()

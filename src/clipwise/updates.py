@@ -18,6 +18,7 @@ from .counts import check_count
 from .errors import NothingClipped, UnhookedParameter, WrongScale
 from .members import members_of
 from .noise import draws, noised
+from .ownership import is_ours_alone
 from .pending import Pending
 from .plan import PrivacyPlan
 from .randomness import Randomness
@@ -127,6 +128,10 @@ class Updates:
                 )
         self._covered = now
         return parameters
+
+    def stepped_on(self, pending: Pending) -> set[int]:
+        """Ids of the parameters whose optimizers have taken their part of the step in the making."""
+        return {id(parameter) for number in pending.stepped for parameter in held_by(self.optimizers[number])}
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
         """A private loss is back-propagated with `grad`, and will add these gradients to those of the parameters."""
@@ -256,7 +261,7 @@ class Updates:
 
     def is_heard_by_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks that are not ours listen to its step, or to every optimizer's."""
-        if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        if not is_ours_alone(torch_optimizer._global_optimizer_pre_hooks) or torch_optimizer._global_optimizer_post_hooks:
             return True
         return not (
             self._ours.issuperset(optimizer._optimizer_step_pre_hooks) and self._ours.issuperset(optimizer._optimizer_step_post_hooks)
