@@ -614,7 +614,7 @@ def test_what_lies_between_model_and_losses_is_let_go_before_the_backward_pass(t
         output = model(x)
         wide = output.double()
         seen += [weakref.ref(output), weakref.ref(wide)]
-        output.register_hook(lambda grad: alive.append([ref() is not None for ref in seen]) and None)
+        output.grad_fn.register_prehook(lambda grads: alive.append([ref() is not None for ref in seen]) and None)
         return F.cross_entropy(wide, torch.arange(9) % 4, reduction="none")
 
     for _ in range(7):
@@ -700,6 +700,36 @@ def test_a_call_that_looks_at_all_examples_from_now_on_is_noticed_at_once(calls)
     model.late = True
     with pytest.raises(cw.MixedExamples):
         step()
+
+
+@pytest.mark.parametrize("where", ["tensor", "module"])
+def test_hooks_that_change_gradients_are_looked_at_in_every_batch(where):
+    """One that clips by the norm of the whole batch does nothing, until a record is large enough."""
+
+    def clipped_by_all(grad):
+        return grad * min(1.0, 1e3 / (float(grad.norm()) + 1e-12))
+
+    def forward(s, x):
+        h = s.a(x)
+        if where == "tensor":
+            h.register_hook(clipped_by_all)
+        return s.b(h)
+
+    model = Net(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 3)).double()
+    if where == "module":
+        model.b.register_full_backward_hook(lambda module, given, _: tuple(clipped_by_all(grad) for grad in given))
+
+    def step(x):
+        with cw.capture(model) as tape:
+            losses = squared_output(model(x))
+        cw.clipped_gradients(tape, losses, cw.flat(0.3))
+
+    for _ in range(17):
+        step(examples(8, 5))
+    x = examples(8, 5)
+    x[3] *= 1e6
+    with pytest.raises(cw.Refusal):
+        step(x)
 
 
 ASLEEP = {

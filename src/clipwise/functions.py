@@ -17,7 +17,7 @@ _VALUES_BEHIND_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad
 _NOTHING_TO_SEE = set(
     """size stride dim ndimension numel nelement element_size is_contiguous storage_offset data_ptr is_floating_point
     is_complex is_signed get_device untyped_storage storage __len__ __repr__ __str__ __format__ item tolist __bool__
-    __float__ __int__ __index__ __complex__ numpy __array__ __hash__ register_hook retain_grad requires_grad_ _is_view
+    __float__ __int__ __index__ __complex__ numpy __array__ __hash__ retain_grad requires_grad_ _is_view
     is_same_size is_pinned is_shared __contains__ __dir__ is_nonzero result_type can_cast promote_types broadcast_shapes
     get_default_dtype set_default_dtype device finfo iinfo manual_seed seed initial_seed set_rng_state get_rng_state""".split()
 )

@@ -58,6 +58,9 @@ class _Placed:
     own_sums: dict[str, Tensor | None]  # autograd's, for the weights
 
 
+_HOOKED = "BackwardHookFunctionBackward"  # where torch calls what register_full_backward_hook was given
+
+
 def verified_gradients(tape: Tape, losses: Tensor, heard: list[Heard], way: int, nodes: set[Any], keep_graph: bool) -> ExampleGradients:
     """Place every tap's rows, evaluate them, check everything, and return the gradients. What holds for any batch is remembered.
 
@@ -108,6 +111,8 @@ def _place(tape: Tape, losses: Tensor, heard: Sequence[Heard], way: int, nodes: 
     *earlier, last = codes.weights(losses.detach())
     for weights in earlier:
         _listen(tape, losses, weights, [*moving, *quiet], "compare", [])
+    if any(node.name() == _HOOKED for node in nodes):
+        tape.moves.unknown.add("a backward hook of a module")
     dormant = Dormant(nodes, len(losses))
     try:
         own = _listen(tape, losses, last, [*moving, *quiet], "compare", list(parameters.values()))
