@@ -38,6 +38,7 @@ _TAKES_SIZES = set(
 )
 _COPIES = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous"}
 TAKES_MEMORY = {"data", "set_"}  # written to, a tensor lies where another does
+OVERWRITES = {"copy_", "zero_", "fill_", "set_", "normal_", "uniform_", "data"}  # nothing is left of what their argument held before
 _LOOKS_UP_ROWS = {"embedding", "index_select", "__getitem__"}
 
 

@@ -12,19 +12,21 @@ from .clipping import Clipping
 from .collect import check_losses
 from .deferred import check_deferred
 from .draws import CallersDraws, Draw, Draws
-from .errors import LossIndependent, NothingClipped
+from .errors import LossIndependent, NothingClipped, UnhookedParameter
 from .footprints import Footprint, check_new_rows, footprints
 from .handout import handed_out
+from .kept import refuse_carried
 from .marks import EXAMPLE
 from .methods import Clipped
+from .ownership import let_go
 from .pending import Handed, Pending
-from .program import ProgramCall, leading_to
+from .program import traced_back
 from .progress import Progress
 from .release import clip
 from .streams import check_not_recorded
 from .structure import every_tensor
 from .tape import Tape
-from .updates import Updates
+from .updates import Updates, held_by
 
 _RECENT_ROWS = 64  # inputs of earlier steps that are remembered
 
@@ -51,11 +53,12 @@ class Intake:
             )
         self._progress.check_budget()
         check_losses(tape, losses)
-        calls = leading_to(tape.program, [losses])
+        calls, tensors = traced_back(tape.program, [losses])
         check_deferred(tape, losses, calls)
+        refuse_carried(tensors, tape.marks.age)
         self._check_due(len(losses))
-        rows = self._rows(tape, losses, calls, inputs)
-        del calls  # they hold what came between the model and the losses
+        rows = self._rows(tape, losses, tensors, inputs)
+        del calls, tensors  # they hold what came between the model and the losses
         counts = not self.draws.is_placeholder
         with self.block.asleep():
             clipped = clip(tape, losses, clipping, method) if counts else self._nothing(tape, losses)
@@ -90,15 +93,15 @@ class Intake:
             )
         self.draws.check_room(self.pending.entries, entries)
 
-    def _rows(self, tape: Tape, losses: Tensor, calls: list[ProgramCall], inputs: list[Footprint]) -> list[Footprint]:
-        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw."""
+    def _rows(self, tape: Tape, losses: Tensor, tensors: list[Tensor], inputs: list[Footprint]) -> list[Footprint]:
+        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw. `tensors`: what the calls that
+        lead to the losses were given."""
         draw = self.draws.current
         examples = [
             t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE
         ]
         rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
         if draw is not None:
-            tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
             self.draws.check_memory(tensors)
             rows += footprints(tensors, len(losses), draw.storages)
         check_new_rows(rows, [*self.pending.rows, *self._recent])
@@ -132,6 +135,34 @@ class Intake:
             self._recent = [*self._recent, *self.pending.rows][-_RECENT_ROWS:]
         self.forget()
         return draw
+
+    def take_back(self) -> None:
+        """Clipped sums that will not be noised must not lie where an optimizer finds them."""
+        self.pending.take_back(self._released())
+
+    def close(self) -> None:
+        """Nothing of it stays on the model, in p.grad or with the optimizers."""
+        self.take_back()
+        self.block.remove()
+        let_go(self)
+
+    def _released(self) -> set[int]:
+        """Ids of the parameters whose optimizers have taken their part of the step in the making."""
+        optimizers = [self._updates.optimizers[number] for number in self.pending.stepped]
+        return {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
+
+    def check_stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of an optimizer that is none of ours where it would find a clipped sum that is not noised yet."""
+        if not self.pending.sums or any(optimizer is one for one in self._updates.optimizers):
+            return
+        released = self._released()
+        for parameter in held_by(optimizer):
+            if parameter.grad is not None and id(parameter) in self.pending.sums and id(parameter) not in released:
+                raise UnhookedParameter(
+                    f"a {type(optimizer).__name__} that this training does not know steps on {self._updates.name_of(parameter)}, whose gradient is clipped and "
+                    "has no noise yet: it would be released as it is, and not counted.",
+                    "Step with the optimizer that PrivateTraining was given, or make the training anew with this one.",
+                )
 
     def forget(self) -> None:
         """What was clipped since the last step is void."""

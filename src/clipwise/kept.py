@@ -1,13 +1,17 @@
-"""Tensors that modules keep without having registered them: ids of virtual tokens, caches, or a state carried over to the next batch."""
+"""Tensors that are kept from one batch to the next: by modules without having registered them (ids of virtual tokens, caches, a state carried over), or by the
+caller, who may have computed them from examples."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from .declared import is_declared_constant
+from .errors import StateWrite
 from .inventory import named_modules
 from .structure import PLAIN, holds_numbers_only, tensors_in
 from .weak import WeakTable
@@ -43,7 +47,7 @@ _HARMLESS: set[Any] = set(PLAIN)  # types of which no attribute holds a tensor t
 
 def _may_hold(kind: type) -> bool:
     """Whether attributes of this type may hold tensors that are looked for."""
-    return issubclass(kind, Tensor | list | tuple | dict)
+    return issubclass(kind, Tensor | list | tuple | dict | deque)
 
 
 def own_names(attributes: dict[str, object]) -> tuple[str, ...]:
@@ -79,3 +83,37 @@ def remember_examples(modules: Sequence[nn.Module], is_example: Callable[[Tensor
 def kept_from_earlier(tensor: Tensor) -> str | None:
     """Where a tensor with examples of an earlier batch is kept, if it is one."""
     return _earlier.get(tensor)
+
+
+class Age:
+    """Of what one block of a training has computed."""
+
+    is_over = False  # its losses were handed in: what is left of it belongs to an earlier batch
+
+
+_made: WeakTable[Age] = WeakTable()  # without gradients, from examples, while a training watched
+MADE = _made.ids
+
+
+def note_made(values: Any, age: Age, *, anew: bool = True) -> None:
+    """These were computed from examples; not `anew`: they were changed, and may hold what they held before."""
+    for tensor in (values,) if isinstance(values, Tensor) else tensors_in(values):
+        if not tensor.requires_grad and (anew or not _is_of_earlier(tensor, age)):
+            _made.put(tensor, age)
+
+
+def _is_of_earlier(tensor: Tensor, age: Age) -> bool:
+    """Whether it was computed from the examples of a block that is over, and nobody vouched for it since."""
+    made = _made.get(tensor)
+    return made is not None and made is not age and made.is_over and not is_declared_constant(tensor)
+
+
+def refuse_carried(tensors: Iterable[Tensor], age: Age) -> None:
+    """Refuse what was computed from examples of an earlier batch, by whomever it was kept."""
+    for tensor in tensors:
+        if id(tensor) in MADE and _is_of_earlier(tensor, age):
+            raise StateWrite(
+                f"a tensor of shape {tuple(tensor.shape)} was computed from the examples of an earlier batch, and the losses of this one depend on it.",
+                "Start every batch from fixed or learned values (no running statistics of features, no queue of earlier ones). If no record had a part in "
+                "it, say so: clipwise.constant(tensor).",
+            )

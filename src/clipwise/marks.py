@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
 from .functions import full_name
-from .kept import kept_from_earlier, kept_tensors
+from .kept import Age, kept_from_earlier, kept_tensors
 from .members import members_of
 from .structure import tensors_in
 from .weak import WeakTable
@@ -55,6 +55,7 @@ class Marks:
         self.noted = self._entries.ids
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran; whether from nothing
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
+        self.age = Age()
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.doubts_numbers = False  # whether a number from outside may come from examples
         self.has_stale = False  # some module keeps examples of an earlier batch

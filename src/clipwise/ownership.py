@@ -12,14 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .errors import UnhookedParameter
-
 if TYPE_CHECKING:
-    from .pending import Pending
+    from .intake import Intake
     from .training import PrivateTraining
-    from .updates import Updates
 
-_open: weakref.WeakSet[PrivateTraining] = weakref.WeakSet()
+_open: weakref.WeakSet[Intake] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []  # of the hook of all optimizers, while there are open trainings
 _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
 
@@ -38,16 +35,17 @@ def supersede(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def take_over(modules: Sequence[nn.Module], training: PrivateTraining) -> None:
+def take_over(modules: Sequence[nn.Module], training: PrivateTraining, intake: Intake) -> None:
+    """From now on they belong to this training; and what it takes in, to no other optimizer."""
     _trainings.update(dict.fromkeys((m for root in modules for m in root.modules()), weakref.ref(training)))
-    _open.add(training)
+    _open.add(intake)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
-def let_go(training: PrivateTraining) -> None:
-    """It is closed."""
-    _open.discard(training)
+def let_go(intake: Intake) -> None:
+    """Its training is closed."""
+    _open.discard(intake)
     if not _open:
         while _handles:
             _handles.pop().remove()
@@ -59,19 +57,5 @@ def is_ours_alone(hooks: Collection[int]) -> bool:
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for training in list(_open):
-        training.check_stranger(optimizer)
-
-
-def check_stranger(optimizer: Optimizer, updates: Updates, pending: Pending) -> None:
-    """Refuse the step of an optimizer that is none of the training's where it would find a clipped sum that is not noised yet."""
-    if not pending.sums or any(optimizer is one for one in updates.optimizers):
-        return
-    released = updates.stepped_on(pending)
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter.grad is not None and id(parameter) in pending.sums and id(parameter) not in released:
-            raise UnhookedParameter(
-                f"a {type(optimizer).__name__} that this training does not know steps on {updates.name_of(parameter)}, whose gradient is clipped and has no noise "
-                "yet: it would be released as it is, and not counted.",
-                "Step with the optimizer that PrivateTraining was given, or make the training anew with this one.",
-            )
+    for intake in list(_open):
+        intake.check_stranger(optimizer)

@@ -62,19 +62,26 @@ class RootCall:
 
 def leading_to(calls: list[ProgramCall], targets: list[Tensor]) -> list[ProgramCall]:
     """The calls that the targets depend on, in order: those that made them, or wrote into their memory, and so on."""
+    return traced_back(calls, targets)[0]
+
+
+def traced_back(calls: list[ProgramCall], targets: list[Tensor]) -> tuple[list[ProgramCall], list[Tensor]]:
+    """The calls that the targets depend on, and all that these were given."""
     wanted = {id(target) for target in targets}
-    some_write = any(call.writes for call in calls)
+    some_write = bool([call for call in calls if call.writes])
     memory = set(map(memory_of, targets)) if some_write else set()
-    needed = []
+    needed: list[ProgramCall] = []
+    everything: list[Tensor] = []
     for call in reversed(calls):
         results = every_tensor(call.result)
         if not wanted.isdisjoint(map(id, results)) or (call.writes and not memory.isdisjoint(map(memory_of, results))):
             needed.append(call)
             given = every_tensor([call.args, call.kwargs])
+            everything += given
             wanted.update(map(id, given))
             if some_write:
                 memory.update(map(memory_of, given))
-    return needed[::-1]
+    return needed[::-1], everything
 
 
 def memory_of(tensor: Tensor) -> int:

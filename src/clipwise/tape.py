@@ -205,6 +205,7 @@ class Tape:
     def consume(self, losses: Tensor) -> None:
         """These losses have become a gradient; nothing more can be made of them."""
         self._collected = None
+        self.marks.age.is_over = True
         self._spent.update({id(record): record for record in self._heard.pop(id(losses), [])})
         self.forget_calls()
         self.fixed.clear()

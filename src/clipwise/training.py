@@ -23,7 +23,7 @@ from .intake import Intake
 from .inventory import as_modules
 from .ledger import Ledger
 from .loader import private_loader
-from .ownership import check_stranger, let_go, supersede, take_over
+from .ownership import supersede, take_over
 from .plan import PrivacyPlan
 from .progress import Progress
 from .randomness import Randomness, named
@@ -93,7 +93,7 @@ class PrivateTraining:
         self.is_closed = False
         weakref.finalize(self, self._intake.block.remove)  # a training that is gone leaves no mode on, and its ledger to others
         weakref.finalize(self, self.ledger.close)
-        take_over(self._modules, self)
+        take_over(self._modules, self, self._intake)
 
     @property
     def position(self) -> int:
@@ -232,25 +232,16 @@ class PrivateTraining:
     __deepcopy__ = not_copied
 
     def discard(self, *, draw: bool = False) -> None:
-        """Forget the losses since the last step, after an exception say, and what they left in p.grad; with draw=True also the draw they were for."""
+        """Forget the losses since the last step, after an exception say, and clear what they left in p.grad; with draw=True also the draw they were for."""
         self._intake.block.close()
-        self._take_back()
+        self._intake.take_back()
         if self._intake.pending.stepped:  # a part of it was released
             self._finish_step()
             return
         self._intake.forget()
         self._updates.forget()
-        given_up = self._intake.draws.consume() if draw else None
-        if given_up is not None:
+        if draw and (given_up := self._intake.draws.consume()) is not None:
             self._progress.move_past(given_up)
-
-    def _take_back(self) -> None:
-        pending = self._intake.pending
-        pending.take_back(self._updates.stepped_on(pending))
-
-    def check_stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step: refuse one that would find gradients of ours without noise."""
-        check_stranger(optimizer, self._updates, self._intake.pending)
 
     @property
     def nonfinite(self) -> int:
@@ -285,10 +276,8 @@ class PrivateTraining:
 
     def close(self) -> None:
         """Take all hooks off the model and the optimizers; nothing is left on them, nor in p.grad what was clipped and not released."""
-        self._take_back()
         self.is_closed = True
-        let_go(self)
-        self._intake.block.remove()
+        self._intake.close()
         self._updates.remove()
         self.ledger.close()
         self._forget_replays()

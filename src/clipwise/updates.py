@@ -27,7 +27,7 @@ from .witness import Witness
 
 _SCALE_TOLERANCE = 2.0**-7  # a bf16 loss is back-propagated with a rounded 1/k
 _FIRST_STEPS = (
-    4  # in which the device is waited for; a loss that is scaled later is noticed one step later (the release does not depend on it)
+    4  # in which the device is waited for; a loss that is scaled later is noticed a step later (the release does not depend on it)
 )
 
 BeforeStep = Callable[[int, torch.optim.Optimizer], None]
@@ -128,10 +128,6 @@ class Updates:
                 )
         self._covered = now
         return parameters
-
-    def stepped_on(self, pending: Pending) -> set[int]:
-        """Ids of the parameters whose optimizers have taken their part of the step in the making."""
-        return {id(parameter) for number in pending.stepped for parameter in held_by(self.optimizers[number])}
 
     def about_to_add(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor], grad: Tensor) -> None:
         """A private loss is back-propagated with `grad`, and will add these gradients to those of the parameters."""
@@ -261,9 +257,8 @@ class Updates:
 
     def is_heard_by_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether hooks that are not ours listen to its step, or to every optimizer's."""
-        if not is_ours_alone(torch_optimizer._global_optimizer_pre_hooks) or torch_optimizer._global_optimizer_post_hooks:
-            return True
-        return not (
+        heard = torch_optimizer._global_optimizer_post_hooks or not is_ours_alone(torch_optimizer._global_optimizer_pre_hooks)
+        return bool(heard) or not (
             self._ours.issuperset(optimizer._optimizer_step_pre_hooks) and self._ours.issuperset(optimizer._optimizer_step_post_hooks)
         )
 

@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .errors import Refusal, UncoveredUse
-from .functions import TAKES_MEMORY, TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
+from .functions import OVERWRITES, TAKES_MEMORY, TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
+from .kept import MADE, note_made, refuse_carried
 from .kinds import KINDS
 from .lanes import MISSED, lane_of, passed
 from .marks import CONSTANT, EXAMPLE, TRACKED
@@ -59,6 +60,8 @@ class Watch(TorchFunctionMode):
             result = passed(tape, func, trait, lane, args, kwargs)
             if result is not MISSED:
                 return result
+        if func is torch.Tensor.register_hook and str(getattr((*args, *kwargs.values())[-1], "__module__", "")).startswith("torch."):
+            return func(*args, **kwargs)  # torch's own tools, which look on
         tracked: list[Tensor] = []
         said: list[Any] = [trait.name]
         example = self._look_through(args, tracked, said, trait.takes_sizes)
@@ -110,6 +113,8 @@ class Watch(TorchFunctionMode):
                     continue
                 if not is_lazy(value):
                     said.append(like(value))
+                if tape.depth and id(value) in MADE:
+                    refuse_carried((value,), marks.age)
                 kind = marks.kind(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
                     marks.mark_constant(value)  # a table of indices that a module has cached outside itself
@@ -145,8 +150,11 @@ class Watch(TorchFunctionMode):
         tape = self.tape
         marks = tape.marks
         if trait.writes or "out" in kwargs:
-            for tensor in tensors_in(written_by(trait, args, kwargs)):
+            written = written_by(trait, args, kwargs)
+            for tensor in tensors_in(written):
                 marks.took_example_data(tensor, func)
+            if marks.lenient:
+                note_made(written, marks.age, anew=trait.name in OVERWRITES)
         result = func(*args, **kwargs)
         if trait.writes and trait.name in TAKES_MEMORY:
             marks.look_at(args[0])
@@ -159,6 +167,8 @@ class Watch(TorchFunctionMode):
                 tape.moves.note(trait.name, args, kwargs, marks, result)
             if type(result) is not Tensor or not result.requires_grad:
                 marks.mark_example(result)
+                if marks.lenient and not trait.writes:
+                    note_made(result, marks.age)
         if not tape.depth:
             self.note(func, trait, args, kwargs, result)
         return result
