@@ -9,6 +9,7 @@ beside what comes to the same place by another way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,11 +86,12 @@ class Dormant:
 
 
 def _largest(grad: Tensor | None) -> float:
-    """Of its numbers; those that are not finite say nothing."""
+    """Of its numbers; those that are not finite say nothing. Nothing so large is made beside it, if all are: a step that is verified has no room to spare."""
     if grad is None or not grad.numel():
         return 0.0
     with torch._C.DisableTorchFunction(), torch.no_grad():  # none of a tape's business
-        return float(grad.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        found = float(torch.linalg.vector_norm(grad, math.inf))
+        return found if math.isfinite(found) else float(torch.linalg.vector_norm(grad.nan_to_num(0.0, 0.0, 0.0), math.inf))
 
 
 def _behind(joins: Iterable[Any]) -> set[Any]:
