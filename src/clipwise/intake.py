@@ -153,8 +153,9 @@ class Intake:
 
     def check_stranger(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the step of an optimizer that is none of ours where it would find a clipped sum that is not noised yet."""
-        if not self.pending.sums or any(optimizer is one for one in self._updates.optimizers):
-            return
+        for one in self._updates.optimizers:
+            if one is optimizer:
+                return
         released = self._released()
         for parameter in held_by(optimizer):
             if parameter.grad is not None and id(parameter) in self.pending.sums and id(parameter) not in released:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .intake import Intake
     from .training import PrivateTraining
 
-_open: weakref.WeakSet[Intake] = weakref.WeakSet()
+_open: list[weakref.ref[Intake]] = []  # of open trainings
 _handles: list[RemovableHandle] = []  # of the hook of all optimizers, while there are open trainings
 _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PrivateTraining]] = weakref.WeakKeyDictionary()
 
@@ -38,14 +38,14 @@ def supersede(modules: Sequence[nn.Module]) -> None:
 def take_over(modules: Sequence[nn.Module], training: PrivateTraining, intake: Intake) -> None:
     """From now on they belong to this training; and what it takes in, to no other optimizer."""
     _trainings.update(dict.fromkeys((m for root in modules for m in root.modules()), weakref.ref(training)))
-    _open.add(intake)
+    _open[:] = [*(ref for ref in _open if ref() is not None), weakref.ref(intake)]
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 def let_go(intake: Intake) -> None:
     """Its training is closed."""
-    _open.discard(intake)
+    _open[:] = [ref for ref in _open if ref() not in (None, intake)]
     if not _open:
         while _handles:
             _handles.pop().remove()
@@ -53,9 +53,11 @@ def let_go(intake: Intake) -> None:
 
 def is_ours_alone(hooks: Collection[int]) -> bool:
     """Whether nobody else listens to every optimizer's steps."""
-    return len(hooks) <= sum(handle.id in hooks for handle in _handles)
+    return {handle.id for handle in _handles}.issuperset(hooks)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for intake in list(_open):
-        intake.check_stranger(optimizer)
+    for ref in _open:
+        intake = ref()
+        if intake is not None and intake.pending.sums:
+            intake.check_stranger(optimizer)
