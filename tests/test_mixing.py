@@ -297,22 +297,6 @@ def test_an_order_by_whole_numbers_does_not_hide_mixing(forward, mixes):
             cw.per_example_norms(tape, losses)
 
 
-@pytest.mark.parametrize("mixes", [False, True])
-def test_a_list_of_real_numbers_beside_a_tensor_has_one_for_each_example(mixes):
-    def forward(s, x, weights):
-        mine = torch.tensor(weights, dtype=x.dtype)
-        return s.a(x) + (mine - mine.mean() if mixes else mine)[:, None]
-
-    model = Net(forward, a=nn.Linear(3, CLASSES)).double()
-    with cw.capture(model) as tape:
-        losses = entropy(model(examples(6, 3), torch.randn(6).tolist()), torch.randint(0, CLASSES, (6,)))
-    if mixes:
-        with pytest.raises(cw.MixedExamples):
-            cw.per_example_norms(tape, losses)
-    else:
-        cw.per_example_norms(tape, losses)
-
-
 def centred_by_column(q):
     t = q.detach().clone()
     for column in range(t.shape[1]):

@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 
 from .errors import UncoveredUse
 from .footprints import Footprint, is_plain
+from .kept import Age, Made
 from .modes import stacked
 from .program import ROOM
 from .tape import Tape, root_hooks
@@ -34,6 +35,7 @@ class Block:
         self._entered = contextlib.ExitStack()
         self._looked_at = 0  # root calls that survived the last look
         self.is_asleep = False
+        self.made = Made()
         self.inputs: list[Footprint] = []  # rows that modules were called with, outside the roots
         below = dict.fromkeys(module for root in self.modules for module in root.modules() if module not in self.modules)
         hookable = [module for module in below if not isinstance(module, torch.jit.ScriptModule)]
@@ -81,7 +83,8 @@ class Block:
         self.close()
         self._tape = Tape(self.modules, fallback=self.fallback)
         self._tape.room = ROOM
-        self._tape.marks.lenient = True
+        self._tape.marks.lenient, self._tape.marks.made = True, self.made
+        self.made.now = Age()
         self._entered.enter_context(self._tape.watching(low=True))
 
     def _is_captured(self) -> bool:

@@ -15,12 +15,12 @@ from .draws import CallersDraws, Draw, Draws
 from .errors import LossIndependent, NothingClipped, UnhookedParameter
 from .footprints import Footprint, check_new_rows, footprints
 from .handout import handed_out
-from .kept import refuse_carried
+from .kept import Age, carried
 from .marks import EXAMPLE
 from .methods import Clipped
 from .ownership import let_go
 from .pending import Handed, Pending
-from .program import traced_back
+from .program import ProgramCall, leading_to
 from .progress import Progress
 from .release import clip
 from .streams import check_not_recorded
@@ -41,6 +41,8 @@ class Intake:
         self._progress = progress
         self._updates = updates
         self._recent: list[Footprint] = []  # rows of the last steps
+        self._ages: list[Age] = []  # of the blocks since the last step
+        self.unreleased: list[Tensor] = []  # parameters that have sums without noise in p.grad
 
     def loss(self, losses: Tensor, clipping: Clipping, method: str) -> Tensor:
         """A scalar whose backward pass hands in the clipped sums of these losses."""
@@ -53,15 +55,19 @@ class Intake:
             )
         self._progress.check_budget()
         check_losses(tape, losses)
-        calls, tensors = traced_back(tape.program, [losses])
+        calls = leading_to(tape.program, [losses])
         check_deferred(tape, losses, calls)
-        refuse_carried(tensors, tape.marks.age)
+        old = [call.name for call in calls if call.is_carried]
+        if old:
+            raise carried(f"in {', '.join(dict.fromkeys(old))}")
         self._check_due(len(losses))
-        rows = self._rows(tape, losses, tensors, inputs)
-        del calls, tensors  # they hold what came between the model and the losses
+        rows = self._rows(tape, losses, calls, inputs)
+        del calls  # they hold what came between the model and the losses
         counts = not self.draws.is_placeholder
         with self.block.asleep():
             clipped = clip(tape, losses, clipping, method) if counts else self._nothing(tape, losses)
+        self.block.made.now.is_over = True
+        self._ages.append(self.block.made.now)
         parameters = tape.marks.trainable()
         with tape.pause():
             value = clipped.value(losses)
@@ -93,15 +99,15 @@ class Intake:
             )
         self.draws.check_room(self.pending.entries, entries)
 
-    def _rows(self, tape: Tape, losses: Tensor, tensors: list[Tensor], inputs: list[Footprint]) -> list[Footprint]:
-        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw. `tensors`: what the calls that
-        lead to the losses were given."""
+    def _rows(self, tape: Tape, losses: Tensor, calls: list[ProgramCall], inputs: list[Footprint]) -> list[Footprint]:
+        """Where the rows behind these losses lie in memory; refused if they went through before, or are not those of the draw."""
         draw = self.draws.current
         examples = [
             t for root in tape.root_calls for t in every_tensor([root.call.args, root.call.kwargs]) if tape.marks.kind(t) == EXAMPLE
         ]
         rows = footprints(examples, len(losses)) + [footprint for footprint in inputs if len(footprint.starts) == len(losses)]
         if draw is not None:
+            tensors = [t for call in calls for t in every_tensor([call.args, call.kwargs])]
             self.draws.check_memory(tensors)
             rows += footprints(tensors, len(losses), draw.storages)
         check_new_rows(rows, [*self.pending.rows, *self._recent])
@@ -127,6 +133,7 @@ class Intake:
         check_new_rows(handed.rows, [*self.pending.rows, *self._recent])
         self._updates.about_to_add(handed.parameters, added, grad)
         self.pending.add(handed)
+        self.unreleased += handed.parameters
 
     def finish_step(self) -> Draw | None:
         """A step was taken. Returns the draw it was for."""
@@ -137,8 +144,10 @@ class Intake:
         return draw
 
     def take_back(self) -> None:
-        """Clipped sums that will not be noised must not lie where an optimizer finds them."""
+        """Clipped sums that will not be noised must not lie where an optimizer finds them. The draw may be tried again, with what was computed of it."""
         self.pending.take_back(self._released())
+        for age in self._ages:
+            age.is_over = False
 
     def close(self) -> None:
         """Nothing of it stays on the model, in p.grad or with the optimizers."""
@@ -162,12 +171,14 @@ class Intake:
                 raise UnhookedParameter(
                     f"a {type(optimizer).__name__} that this training does not know steps on {self._updates.name_of(parameter)}, whose gradient is clipped and "
                     "has no noise yet: it would be released as it is, and not counted.",
-                    "Step with the optimizer that PrivateTraining was given, or make the training anew with this one.",
+                    "Step with the optimizer that PrivateTraining was given, or make the training anew with this one (which may be a wrapper of that).",
                 )
 
     def forget(self) -> None:
         """What was clipped since the last step is void."""
         self.pending = Pending()
+        self._ages = []
+        self.unreleased.clear()
 
     @property
     def nonfinite(self) -> int:

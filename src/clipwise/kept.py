@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,29 +91,52 @@ class Age:
     is_over = False  # its losses were handed in: what is left of it belongs to an earlier batch
 
 
-_made: WeakTable[Age] = WeakTable()  # without gradients, from examples, while a training watched
-MADE = _made.ids
+class Made:
+    """What the blocks of one training have computed from its examples, without gradients, and when."""
+
+    def __init__(self) -> None:
+        self._ages: WeakTable[Age] = WeakTable()
+        self.ids = self._ages.ids
+        self.now = Age()  # of the block that is on
+
+    def put(self, tensor: Tensor, age: Age) -> None:
+        if not tensor.requires_grad:
+            self._ages.put(tensor, age)
+
+    def is_old(self, tensor: Tensor) -> bool:
+        """Whether it was computed from the examples of a block that is over, and nobody vouched for it since."""
+        age = self._ages.get(tensor)
+        return age is not None and age is not self.now and age.is_over and not is_declared_constant(tensor)
+
+    def age_of(self, dated: list[Tensor], touched: bool, overwritten: Any = None) -> Age | None:
+        """Of what a call makes of tensors that were `dated` before: an earlier one, if any is; else the present one, if examples went in (`touched`: others than
+        those). Of `overwritten` nothing is left."""
+        found = self.now if touched else None
+        for tensor in dated:
+            if tensor is not overwritten:
+                if self.is_old(tensor):
+                    return self._ages.get(tensor)
+                found = self.now
+        return found
+
+    def date(self, args: Any, result: Any, written: Any, age: Age, *, overwrites: bool) -> bool:
+        """Note the age of what a call has made. Whether it has brought something of an earlier block together with what carries gradient."""
+        is_old = age is not self.now
+        for tensor in tensors_in(written) if written is not None else ():
+            if is_old or overwrites or not self.is_old(tensor):
+                self.put(tensor, age)
+            if tensor._base is not None and (is_old or not self.is_old(tensor._base)):
+                self.put(tensor._base, age)
+        if written is None:
+            for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+                if id(tensor) not in self.ids or not any(tensor is given for given in args):
+                    self.put(tensor, age)
+        return is_old and any(tensor.requires_grad for tensor in tensors_in([result, written]))
 
 
-def note_made(values: Any, age: Age, *, anew: bool = True) -> None:
-    """These were computed from examples; not `anew`: they were changed, and may hold what they held before."""
-    for tensor in (values,) if isinstance(values, Tensor) else tensors_in(values):
-        if not tensor.requires_grad and (anew or not _is_of_earlier(tensor, age)):
-            _made.put(tensor, age)
-
-
-def _is_of_earlier(tensor: Tensor, age: Age) -> bool:
-    """Whether it was computed from the examples of a block that is over, and nobody vouched for it since."""
-    made = _made.get(tensor)
-    return made is not None and made is not age and made.is_over and not is_declared_constant(tensor)
-
-
-def refuse_carried(tensors: Iterable[Tensor], age: Age) -> None:
-    """Refuse what was computed from examples of an earlier batch, by whomever it was kept."""
-    for tensor in tensors:
-        if id(tensor) in MADE and _is_of_earlier(tensor, age):
-            raise StateWrite(
-                f"a tensor of shape {tuple(tensor.shape)} was computed from the examples of an earlier batch, and the losses of this one depend on it.",
-                "Start every batch from fixed or learned values (no running statistics of features, no queue of earlier ones). If no record had a part in "
-                "it, say so: clipwise.constant(tensor).",
-            )
+def carried(where: str) -> StateWrite:
+    return StateWrite(
+        f"the losses depend on a tensor that was computed from the examples of an earlier batch ({where}).",
+        "Start every batch from fixed or learned values (no running statistics of features, no queue of earlier ones). If no record had a part in it, say so: "
+        "clipwise.constant(tensor); if it is written anew in every step, zero_() it first.",
+    )

@@ -71,6 +71,8 @@ def passed(tape: Tape, func: Callable[..., Any], trait: Trait, lane: int, args: 
         tape.moves.note(trait.name, args, kwargs, marks, result)
     if type(result) is not Tensor or not result.requires_grad:
         marks.mark_example(result)
+        if marks.made is not None:
+            marks.made.date((), result, None, marks.made.now, overwrites=False)
     return result
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .declared import constant, is_declared_constant
 from .errors import StateWrite, UncoveredUse
 from .functions import full_name
-from .kept import Age, kept_from_earlier, kept_tensors
+from .kept import Made, kept_from_earlier, kept_tensors
 from .members import members_of
 from .structure import tensors_in
 from .weak import WeakTable
@@ -55,7 +55,8 @@ class Marks:
         self.noted = self._entries.ids
         self._made_by_modules: WeakTable[bool] = WeakTable()  # constants that came up while a captured module ran; whether from nothing
         self.lenient = False  # what is not ours is nobody's business until the losses depend on it
-        self.age = Age()
+        self.made: Made | None = None  # in the block of a training
+        self.given: set[int] = set()  # ids of what the captured modules were called with
         self.foreign: set[int] = set()  # ids of trainable parameters that belong to no captured module
         self.doubts_numbers = False  # whether a number from outside may come from examples
         self.has_stale = False  # some module keeps examples of an earlier batch
@@ -139,6 +140,7 @@ class Marks:
     def enters(self, tensors: Iterable[Tensor]) -> None:
         """These are handed to a captured module: example data, even if they were made from nothing inside the block."""
         given = list(tensors)
+        self.given.update(map(id, given))
         for tensor in given:
             self.kind(tensor)  # notes how long the batch is
         for tensor in given:

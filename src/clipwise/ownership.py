@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
+    from .block import Block
     from .intake import Intake
+    from .ledger import Ledger
     from .training import PrivateTraining
 
 _open: list[weakref.ref[Intake]] = []  # of open trainings
@@ -49,6 +51,14 @@ def let_go(intake: Intake) -> None:
     if not _open:
         while _handles:
             _handles.pop().remove()
+
+
+def left_behind(block: Block, unreleased: Sequence[Tensor], ledger: Ledger) -> None:
+    """A training that is gone leaves no mode on, no sums without noise in p.grad, and its ledger to others."""
+    block.remove()
+    for parameter in unreleased:
+        parameter.grad = None
+    ledger.close()
 
 
 def is_ours_alone(hooks: Collection[int]) -> bool:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .functions import full_name
 from .structure import every_tensor, map_values
 
 if TYPE_CHECKING:
+    from .marks import Marks
     from .tape import Tape
 
 AUTOCAST = ("cpu", "cuda")  # devices where it rounds
@@ -41,7 +43,12 @@ class ProgramCall:
     result: Any  # what was written, for a function that changes its argument
     from_nothing: bool = False  # no example data and no weight went in
     writes: bool = False  # it changes its result, which may be a view of something else
+    is_carried: bool = False  # something went in that was computed from an earlier batch
     autocast_dtypes: dict[str, torch.dtype] = field(default_factory=dtypes_of_autocast)
+
+    @property
+    def name(self) -> str:
+        return type(self.func).__name__ if isinstance(self.func, nn.Module) else full_name(self.func)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -50,6 +57,14 @@ class ProgramCall:
             for device, dtype in self.autocast_dtypes.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             yield
+
+
+def module_call(marks: Marks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> ProgramCall:
+    """The call of a captured module."""
+    made = marks.made
+    may_be = made is not None and not marks.given.isdisjoint(made.ids)
+    is_carried = made is not None and may_be and any(made.is_old(tensor) for tensor in every_tensor([args, kwargs]))
+    return ProgramCall(module, args, kwargs, output, is_carried=is_carried)
 
 
 @dataclass(frozen=True)
@@ -62,26 +77,19 @@ class RootCall:
 
 def leading_to(calls: list[ProgramCall], targets: list[Tensor]) -> list[ProgramCall]:
     """The calls that the targets depend on, in order: those that made them, or wrote into their memory, and so on."""
-    return traced_back(calls, targets)[0]
-
-
-def traced_back(calls: list[ProgramCall], targets: list[Tensor]) -> tuple[list[ProgramCall], list[Tensor]]:
-    """The calls that the targets depend on, and all that these were given."""
     wanted = {id(target) for target in targets}
     some_write = bool([call for call in calls if call.writes])
     memory = set(map(memory_of, targets)) if some_write else set()
-    needed: list[ProgramCall] = []
-    everything: list[Tensor] = []
+    needed = []
     for call in reversed(calls):
         results = every_tensor(call.result)
         if not wanted.isdisjoint(map(id, results)) or (call.writes and not memory.isdisjoint(map(memory_of, results))):
             needed.append(call)
             given = every_tensor([call.args, call.kwargs])
-            everything += given
             wanted.update(map(id, given))
             if some_write:
                 memory.update(map(memory_of, given))
-    return needed[::-1], everything
+    return needed[::-1]
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -162,7 +162,7 @@ class Reading:
             return all(self.axis(item) is None for item in value)
         if len(value) in self.shared_words:
             return False
-        return is_list_of_words(value) or (isinstance(value, list) and holds_numbers_only(value) and (self.numbers_too or _are_real(value)))
+        return is_list_of_words(value) or (self.numbers_too and isinstance(value, list) and holds_numbers_only(value))
 
     def select(self, value: Any, examples: Sequence[int]) -> Any:
         """The rows of these examples."""
@@ -220,11 +220,6 @@ def is_list_of_words(value: Any) -> bool:
 def _is_one_thing(item: Any) -> bool:
     """What may stand for an example without being a tensor: words, an array, a list of numbers."""
     return isinstance(item, str | bytes) or is_array(item) or (isinstance(item, list) and bool(item) and holds_numbers_only(item))
-
-
-def _are_real(numbers: list[Any]) -> bool:
-    """Whether they are no lengths, places or orders."""
-    return any(isinstance(number, float) for number in numbers)
 
 
 def own(item: Any) -> Any:

@@ -21,7 +21,6 @@ from .again import isolated, random_fingerprint, random_states_kept, same_draws
 from .agreement import BLUR, BLURRED_RUNS, WITH_OTHER_SHAPES, allowed, blur, close
 from .errors import MixedExamples
 from .exchange import Exchange, shaken
-from .functions import full_name
 from .machine import is_out_of_memory
 from .marks import EXAMPLE, TRACKED
 from .program import ProgramCall, leading_to, loose_ends, memory_of, shared_and_written
@@ -109,8 +108,7 @@ class _Replay:
         return [tensor for tensor in found if id(tensor) not in self.made and id(tensor) not in self.shared]
 
     def names(self) -> str:
-        functions = [call.func for call in self.calls]
-        return ", ".join(dict.fromkeys(type(f).__name__ if isinstance(f, nn.Module) else full_name(f) for f in functions))
+        return ", ".join(dict.fromkeys(call.name for call in self.calls))
 
     def _shared(self) -> set[int]:
         """Tensors from outside with an entry a class rather than an example: class weights, and tables that are looked up by what the examples say. Only those

@@ -20,7 +20,7 @@ from .kept import remember_examples
 from .marks import EXAMPLE, Marks
 from .modes import lowest
 from .moving import Moves
-from .program import ROOM, ProgramCall, RootCall, drop_dead
+from .program import ROOM, ProgramCall, RootCall, drop_dead, module_call
 from .streams import Receive, Streams, on_this_thread
 from .structure import every_tensor, row_numbers
 from .taps import Record, Switch
@@ -205,7 +205,6 @@ class Tape:
     def consume(self, losses: Tensor) -> None:
         """These losses have become a gradient; nothing more can be made of them."""
         self._collected = None
-        self.marks.age.is_over = True
         self._spent.update({id(record): record for record in self._heard.pop(id(losses), [])})
         self.forget_calls()
         self.fixed.clear()
@@ -288,7 +287,7 @@ def root_hooks(module: nn.Module, running: Callable[[], Tape | None], wrap: Call
         args, kwargs = entered.pop()
         if output is not None and not tape.depth:  # None: the call raised
             with torch._C.DisableTorchFunction(), tape.pause():
-                call = ProgramCall(module, args, kwargs, output)
+                call = module_call(tape.marks, module, args, kwargs, output)
                 nodes = [tensor.grad_fn for tensor in every_tensor(output)]
             tape.program.append(call)
             if torch.is_grad_enabled():

@@ -11,7 +11,7 @@ from torch import Tensor
 from .derived import needs_autograd
 from .errors import UncoveredUse
 from .functions import full_name, trait_of
-from .kept import MADE, refuse_carried
+from .kept import carried
 from .marks import Marks
 from .precision import as_autocast_rounds, rounded_by_autocast
 from .program import is_autocast_on
@@ -39,8 +39,8 @@ def tapped_again(tape: Tape, func: Any, rule: Rule, args: tuple[Any, ...], kwarg
         node = values[place].grad_fn
         if node is not None:
             upstream.append(node)
-        elif id(values[place]) in MADE:
-            refuse_carried((values[place],), marks.age)
+        elif marks.made is not None and id(values[place]) in marks.made.ids and marks.made.is_old(values[place]):
+            raise carried(f"in {full_name(func)}")
     if rule.is_product and is_autocast_on():
         values = rounded_by_autocast(values, recipe.others, marks)
         output = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))

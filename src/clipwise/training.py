@@ -23,7 +23,7 @@ from .intake import Intake
 from .inventory import as_modules
 from .ledger import Ledger
 from .loader import private_loader
-from .ownership import supersede, take_over
+from .ownership import left_behind, supersede, take_over
 from .plan import PrivacyPlan
 from .progress import Progress
 from .randomness import Randomness, named
@@ -91,8 +91,7 @@ class PrivateTraining:
         self._in_loop: dict[int, UpdateInLoop] = {}  # of each optimizer whose steps may be replayed
         self._replays_loops = True
         self.is_closed = False
-        weakref.finalize(self, self._intake.block.remove)  # a training that is gone leaves no mode on, and its ledger to others
-        weakref.finalize(self, self.ledger.close)
+        weakref.finalize(self, left_behind, self._intake.block, self._intake.unreleased, self.ledger)
         take_over(self._modules, self, self._intake)
 
     @property

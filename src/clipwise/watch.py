@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from .errors import Refusal, UncoveredUse
 from .functions import OVERWRITES, TAKES_MEMORY, TRAITS, Trait, full_name, is_open, opened, trait_of, written_by
 from .guards import GUARDS
-from .kept import MADE, note_made, refuse_carried
+from .kept import carried
 from .kinds import KINDS
 from .lanes import MISSED, lane_of, passed
 from .marks import CONSTANT, EXAMPLE, TRACKED
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .tape import Tape
 
 
+_TOOLS = ("torch.autograd.", "torch.utils.")  # whose hooks look on
+
+
 class Watch(TorchFunctionMode):
     """Sorts each torch call by what it is handed: nothing of ours, weights alone, or weights together with example data."""
 
@@ -37,6 +40,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.tape = tape
         self._said: list[Any] = []  # what the trail took in of the last call
+        self._dated: list[Tensor] = []  # arguments of it that were computed from examples, without gradients …
+        self._touched = False  # … and whether others were
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         trait = TRAITS.get(func) or trait_of(func)
@@ -60,10 +65,11 @@ class Watch(TorchFunctionMode):
             result = passed(tape, func, trait, lane, args, kwargs)
             if result is not MISSED:
                 return result
-        if func is torch.Tensor.register_hook and str(getattr((*args, *kwargs.values())[-1], "__module__", "")).startswith("torch."):
-            return func(*args, **kwargs)  # torch's own tools, which look on
+        if func is torch.Tensor.register_hook and str(getattr((*args, *kwargs.values())[-1], "__module__", "")).startswith(_TOOLS):
+            return func(*args, **kwargs)
         tracked: list[Tensor] = []
         said: list[Any] = [trait.name]
+        self._dated, self._touched = [], False
         example = self._look_through(args, tracked, said, trait.takes_sizes)
         if kwargs:
             said.extend(kwargs)
@@ -109,12 +115,15 @@ class Watch(TorchFunctionMode):
                     marks.refuse_stale(value)
                 elif type(value) is Tensor and value.requires_grad and id(value) not in marks.noted and id(value) not in marks.state:
                     said.append(like(value))
+                    self._touched = self._touched or value.grad_fn is not None
                     example = True  # it carries gradient and nobody marked it, like most tensors that a model computes with
                     continue
                 if not is_lazy(value):
                     said.append(like(value))
-                if tape.depth and id(value) in MADE:
-                    refuse_carried((value,), marks.age)
+                if marks.made is not None:
+                    self._touched = self._touched or id(value) in marks.given
+                    if id(value) in marks.made.ids:
+                        self._dated.append(value)
                 kind = marks.kind(value)
                 if kind == EXAMPLE and tape.depth and marks.is_foreign(value):
                     marks.mark_constant(value)  # a table of indices that a module has cached outside itself
@@ -149,13 +158,23 @@ class Watch(TorchFunctionMode):
     def _on_examples(self, func: Any, trait: Trait, args: Any, kwargs: Any) -> Any:
         tape = self.tape
         marks = tape.marks
-        if trait.writes or "out" in kwargs:
-            written = written_by(trait, args, kwargs)
+        written = written_by(trait, args, kwargs) if trait.writes or "out" in kwargs else None
+        if written is not None:
             for tensor in tensors_in(written):
                 marks.took_example_data(tensor, func)
-            if marks.lenient:
-                note_made(written, marks.age, anew=trait.name in OVERWRITES)
+        made, overwrites = marks.made, trait.name in OVERWRITES or (written is not None and not trait.writes)
+        age = None
+        if made is not None and (self._dated or self._touched):
+            age = made.age_of(self._dated, self._touched, written if overwrites else None)
+        if made is not None and age is None and overwrites:
+            age = made.now
         result = func(*args, **kwargs)
+        is_carried = False
+        is_new = type(result) is not Tensor or not result.requires_grad
+        if made is not None and age is not None and (is_new or age is not made.now or written is not None):
+            is_carried = made.date(args, result, written, age, overwrites=overwrites)
+            if is_carried and tape.depth:
+                raise carried(f"in {full_name(func)}")
         if trait.writes and trait.name in TAKES_MEMORY:
             marks.look_at(args[0])
         if trait.borrows and marks.kind(args[0]) == CONSTANT:
@@ -165,21 +184,21 @@ class Watch(TorchFunctionMode):
         else:
             if KINDS.get(trait.name) != "plain" and not tape.is_looking_back:
                 tape.moves.note(trait.name, args, kwargs, marks, result)
-            if type(result) is not Tensor or not result.requires_grad:
+            if is_new:
                 marks.mark_example(result)
-                if marks.lenient and not trait.writes:
-                    note_made(result, marks.age)
         if not tape.depth:
-            self.note(func, trait, args, kwargs, result)
+            self.note(func, trait, args, kwargs, result, is_carried=is_carried)
         return result
 
-    def note(self, func: Any, trait: Trait, args: Any, kwargs: Any, result: Any, *, from_nothing: bool = False) -> None:
+    def note(
+        self, func: Any, trait: Trait, args: Any, kwargs: Any, result: Any, *, from_nothing: bool = False, is_carried: bool = False
+    ) -> None:  # fmt: skip
         """Outside the captured modules every call is part of the way to the losses."""
         tape = self.tape
         if not tape.depth:
             written = written_by(trait, args, kwargs)
             wrote = written is not None
-            tape.program.append(ProgramCall(func, args, kwargs, written if wrote else result, from_nothing, wrote))
+            tape.program.append(ProgramCall(func, args, kwargs, written if wrote else result, from_nothing, wrote, is_carried))
             if len(tape.program) > tape.room:
                 tape.tidy()
 
@@ -201,6 +220,9 @@ class Watch(TorchFunctionMode):
         return result
 
     def _on_both(self, func: Any, trait: Trait, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
+        made = self.tape.marks.made
+        if self._dated and made is not None and torch.is_grad_enabled() and made.age_of(self._dated, False) is not made.now:
+            raise carried(f"in {full_name(func)}")
         if trait.blank or (trait.borrows and not any(args[0] is weight for weight in tracked)):
             return self._on_examples(func, trait, args, kwargs)
         if trait.borrows:
