@@ -69,6 +69,40 @@ def bank():
     return losses
 
 
+def changed_after_use(write):
+    """What a criterion does: the losses first, then its statistic, and only then are they handed in."""
+
+    def made():
+        centre = torch.zeros(3, dtype=torch.float64)
+
+        def losses(model, x, y):
+            output = model(x)
+            found = (output - centre).square().sum(1)
+            write(centre, output.detach())
+            return found
+
+        return losses
+
+    return made
+
+
+def by_another_name(same):
+    """A conversion that converts nothing returns the tensor itself."""
+
+    def made():
+        kept = [torch.zeros(3, dtype=torch.float64)]
+
+        def losses(model, x, y):
+            output = model(x)
+            found = (output - same(kept[0])).square().sum(1)
+            kept[0] = output.detach().mean(0)
+            return found
+
+        return losses
+
+    return made
+
+
 def in_the_model(make, read, write):
     def losses(model, x, y):
         if not hasattr(model, "kept"):
@@ -92,6 +126,15 @@ CARRIED = {
     "mean of losses": mean_of_losses,
     "bank": bank,
     "criterion": lambda: (lambda criterion: lambda model, x, y: criterion(model(x)))(Centred()),
+    "copied before the losses are handed in": changed_after_use(lambda centre, output: centre.copy_(0.9 * centre + 0.1 * output.mean(0))),
+    "filled": changed_after_use(lambda centre, output: centre.fill_(0.0).add_(output.mean(0))),
+    "one place": changed_after_use(lambda centre, output: centre[0].copy_(output.mean())),
+    "through a view": changed_after_use(lambda centre, output: centre.view(-1)[:2].copy_(output.mean(0)[:2])),
+    "out": changed_after_use(lambda centre, output: torch.mean(output, 0, out=centre)),
+    "data": changed_after_use(lambda centre, output: setattr(centre, "data", output.mean(0))),
+    "to": by_another_name(lambda kept: kept.to("cpu")),
+    "double": by_another_name(lambda kept: kept.double()),
+    "contiguous": by_another_name(lambda kept: kept.contiguous()),
     "deque": in_the_model(lambda value: collections.deque([value], maxlen=1), lambda kept: kept[0], lambda kept, value: kept.append(value)),
     "object": in_the_model(Kept, lambda kept: kept.value, lambda kept, value: setattr(kept, "value", value)),
 }
@@ -136,7 +179,57 @@ def vouched_for():
     return losses
 
 
-HARMLESS = {"counted": counted, "scratch": scratch, "vouched for": vouched_for}
+def cached():
+    """Made on first use, of nothing that came from examples."""
+    kept = []
+
+    def losses(model, x, y):
+        output = model(x)
+        if not kept:
+            kept.append(torch.tensor([1, 2, 3]).double().reciprocal())
+        return F.cross_entropy(output, y, reduction="none", weight=kept[0])
+
+    return losses
+
+
+def averaged_weights():
+    """A teacher that follows the model, moved between the forward pass and the losses."""
+    teacher = small().requires_grad_(False)
+
+    def losses(model, x, y):
+        output = model(x)
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), model.parameters()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+            targets = teacher(x).softmax(1)
+        return F.cross_entropy(output, targets, reduction="none")
+
+    return losses
+
+
+def sparsity_in_a_hook():
+    """A running number that somebody looks at."""
+    kept = {"zeros": torch.zeros(())}
+
+    def count(module, given, output):
+        kept["zeros"] = 0.9 * kept["zeros"] + 0.1 * (output.detach() == 0).double().mean()
+
+    def losses(model, x, y):
+        if not model[1]._forward_hooks:
+            model[1].register_forward_hook(count)
+        return losses_of(model, x, y)
+
+    return losses
+
+
+HARMLESS = {
+    "counted": counted,
+    "scratch": scratch,
+    "vouched for": vouched_for,
+    "cached": cached,
+    "averaged weights": averaged_weights,
+    "sparsity in a hook": sparsity_in_a_hook,
+}
 
 
 def run(losses, steps=6):
@@ -183,6 +276,34 @@ def test_a_batch_that_is_tried_again_may_use_what_it_computed():
     private.loss(F.cross_entropy(output, y, reduction="none") + (output - kept).square().sum(1)).backward()
     optimizer.step()
     private.close()
+
+
+def test_a_draw_that_is_given_up_and_tried_again_may_use_what_was_computed_of_it():
+    private, model, optimizer = training()
+    x, _ = next(iter(private.loader(data())))
+    output = model(x)
+    targets = output.detach().softmax(1)
+    private.loss(F.cross_entropy(output, targets, reduction="none")).backward()
+    private.discard()
+    private.loss(F.cross_entropy(model(x), targets, reduction="none")).backward()
+    optimizer.step()
+    private.close()
+
+
+def test_each_training_knows_its_own():
+    """Two models learn of each other's outputs for the same batch."""
+    trainings = [training(own_batches=True) for _ in range(2)]
+    x, y = data()[:12]
+    for _ in range(4):
+        outputs = [model(x) for _, model, _ in trainings]
+        for mine, theirs, (private, _, optimizer) in zip(outputs, reversed(outputs), trainings):
+            losses = F.cross_entropy(mine, y, reduction="none") + (mine - theirs.detach()).square().sum(1)
+            private.loss(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        x = x.clone()
+    for private, _, _ in trainings:
+        private.close()
 
 
 def test_outside_of_a_training_it_is_the_callers_business():

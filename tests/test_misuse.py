@@ -1,5 +1,7 @@
 """Every way to get it wrong has a message that says what, where and the repair; and nothing is released or counted."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -640,6 +642,21 @@ def test_a_module_that_is_called_through_a_compiler():
     assert sum(1 for _ in steps(private, compiled, optimizer)) == 6
 
 
+def test_trainings_that_overlap_leave_the_compiler_as_it_was():
+    """Each put back what it had found, the last one what the first had set."""
+    import torch._dynamo.eval_frame as frames
+
+    before = frames._stance.stance
+    trainings = [training() for _ in range(2)]
+    batches = [next(iter(private.loader(data()))) for private, _, _ in trainings]
+    outputs = [model(x) for (_, model, _), (x, _) in zip(trainings, batches)]
+    assert frames._stance.stance == "force_eager"
+    for (private, _, _), output, (_, y) in zip(trainings, outputs, batches):
+        private.loss(F.cross_entropy(output, y, reduction="none")).backward()
+        private.close()
+    assert frames._stance.stance == before
+
+
 def test_a_weight_of_another_model_under_no_grad_is_nobodys_business():
     """A student that is handed its teacher's weight and reads it without gradients."""
 
@@ -674,6 +691,15 @@ def test_what_was_clipped_and_not_released_does_not_stay_in_p_grad(ready, name):
     private.loss(losses_of(model, x, y)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     LEAVES[name](private, model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nor_of_a_training_that_is_gone():
+    private, model, optimizer = training()
+    x, y = next(iter(private.loader(data())))
+    private.loss(losses_of(model, x, y)).backward()
+    del private, optimizer
+    gc.collect()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -23,6 +23,7 @@ from .moving import Moves
 from .program import ROOM, ProgramCall, RootCall, drop_dead, module_call
 from .streams import Receive, Streams, on_this_thread
 from .structure import every_tensor, row_numbers
+from .switches import without_compiler
 from .taps import Record, Switch
 from .watch import Watch
 
@@ -126,12 +127,12 @@ class Tape:
     def silence_compiler(self) -> None:
         """Regions wrapped in torch.compile run eagerly while the tape is on: it can see eager calls only."""
         self.compiler_silenced = True
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(without_compiler)
 
     @contextlib.contextmanager
     def eagerly(self) -> Iterator[None]:
         """Compiled regions run eagerly inside this block."""
-        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+        with without_compiler if "torch._dynamo" in sys.modules else contextlib.nullcontext():
             yield
 
     def pause(self) -> Pause:
