@@ -290,6 +290,26 @@ def test_a_draw_that_is_given_up_and_tried_again_may_use_what_was_computed_of_it
     private.close()
 
 
+@pytest.mark.parametrize("draw", [True, False])
+def test_but_no_other_draw_may(draw):
+    """One that was given up for good, or was made after all."""
+    private, model, optimizer = training()
+    batches = iter(private.loader(data()))
+    x, y = next(batches)
+    output = model(x)
+    kept = output.detach().mean(0)
+    private.loss(F.cross_entropy(output, y, reduction="none")).backward()
+    private.discard(draw=draw)
+    if not draw:
+        private.loss(losses_of(model, x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    x, y = next(batches)
+    with pytest.raises(cw.StateWrite, match="of an earlier batch"):
+        private.loss((model(x) - kept).square().sum(1))
+    private.close()
+
+
 def test_each_training_knows_its_own():
     """Two models learn of each other's outputs for the same batch."""
     trainings = [training(own_batches=True) for _ in range(2)]

@@ -41,7 +41,7 @@ class Intake:
         self._progress = progress
         self._updates = updates
         self._recent: list[Footprint] = []  # rows of the last steps
-        self._ages: list[Age] = []  # of the blocks since the last step
+        self._ages: list[Age] = []  # of the blocks since the last step, given up or not
         self.unreleased: list[Tensor] = []  # parameters that have sums without noise in p.grad
 
     def loss(self, losses: Tensor, clipping: Clipping, method: str) -> Tensor:
@@ -140,14 +140,17 @@ class Intake:
         draw = self.draws.consume()
         if draw is not None:
             self._recent = [*self._recent, *self.pending.rows][-_RECENT_ROWS:]
+        for age in self._ages:
+            age.is_over = True
+        self._ages = []
         self.forget()
         return draw
 
-    def take_back(self) -> None:
-        """Clipped sums that will not be noised must not lie where an optimizer finds them. The draw may be tried again, with what was computed of it."""
+    def take_back(self, *, again: bool = False) -> None:
+        """Clipped sums that will not be noised must not lie where an optimizer finds them. Where the draw is tried `again`, it may use what was computed of it."""
         self.pending.take_back(self._released())
         for age in self._ages:
-            age.is_over = False
+            age.is_over = not again
 
     def close(self) -> None:
         """Nothing of it stays on the model, in p.grad or with the optimizers."""
@@ -177,7 +180,6 @@ class Intake:
     def forget(self) -> None:
         """What was clipped since the last step is void."""
         self.pending = Pending()
-        self._ages = []
         self.unreleased.clear()
 
     @property

@@ -233,7 +233,7 @@ class PrivateTraining:
     def discard(self, *, draw: bool = False) -> None:
         """Forget the losses since the last step, after an exception say, and clear what they left in p.grad; with draw=True also the draw they were for."""
         self._intake.block.close()
-        self._intake.take_back()
+        self._intake.take_back(again=not draw)
         if self._intake.pending.stepped:  # a part of it was released
             self._finish_step()
             return
