@@ -10,7 +10,7 @@ beside what comes to the same place by another way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -96,12 +96,7 @@ def _largest(grad: Tensor | None) -> float:
 
 def _behind(joins: Iterable[Any]) -> set[Any]:
     """These nodes, and those whose results go into them."""
-    found, waiting = set(joins), list(joins)
-    while waiting:
-        new = {node for node, _ in waiting.pop().next_functions if node is not None} - found
-        found |= new
-        waiting += new
-    return found
+    return _reached(joins, lambda node: [following for following, _ in node.next_functions if following is not None])
 
 
 def _from_which(nodes: Iterable[Any], ends: Iterable[Any]) -> set[Any]:
@@ -110,9 +105,14 @@ def _from_which(nodes: Iterable[Any], ends: Iterable[Any]) -> set[Any]:
     for node in nodes:
         for following, _ in node.next_functions:
             before.setdefault(following, []).append(node)
-    found, waiting = set(ends), list(ends)
+    return _reached(ends, lambda node: before.get(node, ()))
+
+
+def _reached(starts: Iterable[Any], next_to: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    found = set(starts)
+    waiting = list(found)
     while waiting:
-        new = set(before.get(waiting.pop(), ())) - found
+        new = set(next_to(waiting.pop())) - found
         found |= new
         waiting += new
     return found
@@ -133,8 +133,10 @@ def _joined(node: Any) -> Iterable[int]:
     """Lengths of the axes along which it brings places together; those of all axes, where nobody knows."""
     function, shapes = _name(node).lower(), [_shape(*edge) for edge in node.next_functions]
     along = getattr(node, "_saved_dim", None)
-    if along is not None and shapes[0] and function != "renorm":
-        return [shapes[0][_signed(axis)] for axis in ([along] if isinstance(along, int) else along)]
+    if along is not None and function != "renorm":
+        axes = list(map(_signed, [along] if isinstance(along, int) else along))
+        if shapes[0] and all(-len(shapes[0]) <= axis < len(shapes[0]) for axis in axes):
+            return [shapes[0][axis] for axis in axes]
     if function == "nativelayernorm":
         return tuple(node._saved_normalized_shape)
     if function in _PRODUCTS:

@@ -148,7 +148,10 @@ class Intake:
 
     def take_back(self, *, again: bool = False) -> None:
         """Clipped sums that will not be noised must not lie where an optimizer finds them. Where the draw is tried `again`, it may use what was computed of it."""
-        self.pending.take_back(self._released())
+        released = self._released()
+        for parameter in self.unreleased:
+            if id(parameter) not in released:
+                parameter.grad = None
         for age in self._ages:
             age.is_over = not again
 

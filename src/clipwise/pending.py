@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -48,9 +47,3 @@ class Pending:
         self.entries += handed.entries
         self.handed.append(handed)
         self.rows += handed.rows
-
-    def take_back(self, released: Container[int] = ()) -> None:
-        """Clipped sums that nobody will noise must not lie where an optimizer finds them. `released`: ids of parameters whose gradients are noised by now."""
-        for parameter in [parameter for handed in self.handed for parameter in handed.parameters]:
-            if id(parameter) not in released:
-                parameter.grad = None

@@ -39,7 +39,7 @@ def tapped_again(tape: Tape, func: Any, rule: Rule, args: tuple[Any, ...], kwarg
         node = values[place].grad_fn
         if node is not None:
             upstream.append(node)
-        elif marks.made is not None and id(values[place]) in marks.made.ids and marks.made.is_old(values[place]):
+        elif marks.made is not None and marks.made.is_old(values[place]):
             raise carried(f"in {full_name(func)}")
     if rule.is_product and is_autocast_on():
         values = rounded_by_autocast(values, recipe.others, marks)
