@@ -99,9 +99,9 @@ def measure(
         if run is not None:
             for _ in range(warm_up):
                 run(x, y)
+            times[name] = [_timed(run, x, y, at_once, settle) for _ in range(steps // at_once)] if apart else []
             allocated, idle = _peak_of(lambda: run(x, y))
             bytes_of[name], idle_in[name] = allocated + idle - before, idle
-            times[name] = [_timed(run, x, y, at_once, settle) for _ in range(steps // at_once)] if apart else []
             if not apart:
                 runs[name] = run
         del run
@@ -160,14 +160,16 @@ def _held() -> int:
 
 
 def _peak_of(run: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that are allocated at the peak of a step, and those that graphs have set aside besides."""
+    """Bytes that are allocated at the peak of a step, and those that graphs have set aside besides. (What graphs of before had, anybody may have.)"""
     if DEVICE == "cpu":
         return 0, 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(), _idle_in_graphs()
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    return most, _idle_in_graphs()
 
 
 def _idle_in_graphs() -> int:

@@ -697,6 +697,37 @@ def test_the_tail_of_an_eager_step(name, kind, low, monkeypatch):
     assert bool(ran) == bool(replays) == (kind == "program")
 
 
+@pytest.mark.parametrize("sizes", [(9,), (9, 7)], ids=["whole", "in parts"])
+@pytest.mark.filterwarnings("ignore")
+def test_sums_of_a_program_lie_where_the_recorded_update_reads_them(sizes, monkeypatch):
+    """And the numbers are those of steps without graphs."""
+    import test_sums_room as rooms
+    from clipwise import tracing
+    from clipwise.compiled import in_place, leaving, tails
+
+    monkeypatch.setattr(tails, "room_for_recording", lambda device, parameters: 0)
+    for module in (in_place, leaving):
+        monkeypatch.setattr(module, "SMALL_RESULT", 0)
+    in_room = []
+
+    def trained():
+        model = rooms.fresh().cuda()
+        private, made = rooms.training(model)
+        for number in range(rooms.STEPS):
+            for part, size in enumerate(sizes):
+                rooms.go(private, model, 100 * number + part, size, "cuda")
+            in_room.append(rooms.is_in_room(private))
+            rooms.finish(made)
+        private.close()
+        return rooms.weights(model)
+
+    found = trained()
+    assert len(sizes) > 1 or sum(in_room) > rooms.STEPS // 4
+    monkeypatch.setattr(tracing, "DEVICES", set())
+    expected = trained()
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
+
+
 @pytest.mark.parametrize("shares_a_weight", [False, True])
 def test_a_branch_on_another_stream(shares_a_weight):
     """Autograd runs its backward pass there; what reaches the taps is read after it, also where a weight is used on both streams."""

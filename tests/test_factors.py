@@ -31,6 +31,7 @@ from clipwise.factors import (
     together,
 )
 from clipwise.factors import convolution as convolution_module
+from clipwise.factors import outer as outer_module
 from clipwise.factors import sums as sums_module
 from clipwise.factors import ways as ways_module
 from clipwise.factors.pieces import Pieces
@@ -157,6 +158,26 @@ def test_an_example_of_weight_zero_adds_nothing_even_if_it_is_not_finite(kind):
     weights = torch.ones(B)
     weights[-1] = 0
     torch.testing.assert_close(factor.weighted_sum(weights), finite)
+
+
+@pytest.mark.parametrize(("p", "d"), [(70, 5), (6, 40)])
+def test_in_a_graph_the_wider_side_is_weighed_a_few_columns_at_a_time(p, d, monkeypatch):
+    """A graph keeps the memory of a copy of the whole."""
+    factor, weights = Outer(random(B, 3, p), random(B, 3, d)), torch.rand(B, dtype=torch.float64)
+    weights[-1] = 0
+    expected = factor.examples(0, B - 1).weighted_sum(weights[:-1])
+    factor.left[-1], factor.right[-1] = math.nan, math.inf
+    widths = []
+    for name in ("scale_stored", "drop_rows"):
+        whole = getattr(outer_module, name)
+        monkeypatch.setattr(
+            outer_module, name, lambda side, *args, whole=whole, **more: widths.append(side.shape[-1]) or whole(side, *args, **more)
+        )
+    monkeypatch.setattr(outer_module, "is_tracing", lambda: True)
+    monkeypatch.setattr(outer_module, "_AT_A_TIME", B * 3 * 17 * 8)
+    monkeypatch.setattr(outer_module, "_ALIGNED", 8)
+    torch.testing.assert_close(factor.weighted_sum(weights), expected)
+    assert max(widths) == 16 and len(widths) == 1 + -(-max(p, d) // 16)
 
 
 SAME_SHAPE = ["outer", "outer, one term", "outer, several axes", "outer, blocks", "rows", "dense", "placed"]

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import clipwise as cw
 import graph_like
 from clipwise import noise, tracing
-from clipwise.compiled import in_loop, update
+from clipwise.compiled import in_loop, sums_room, update
 from helpers import examples
 from test_compiled import RECORDS, built, plan_for, train
 from test_recorded import MLP, OPTIMIZERS, recordings, trained_eagerly  # noqa: F401  (a fixture that records here too)
@@ -354,8 +354,10 @@ def test_numbers_that_change_with_every_step_are_not_recorded(recordings):  # no
 def test_little_is_held(recordings, monkeypatch):  # noqa: F811
     """The last recording, and nothing once there will be no other."""
     rooms = []
-    room_for_sums = in_loop.room_for_sums
-    monkeypatch.setattr(in_loop, "room_for_sums", lambda parameters: [rooms.append(weakref.ref(t)) or t for t in room_for_sums(parameters)])
+    room_for_sums = sums_room.room_for_sums
+    monkeypatch.setattr(
+        sums_room, "room_for_sums", lambda parameters: [rooms.append(weakref.ref(t)) or t for t in room_for_sums(parameters)]
+    )
     model = built(MLP)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     private, go = begun(model, optimizer)

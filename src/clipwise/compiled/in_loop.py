@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..noise import room_for_sums
 from ..numerics import accumulation_dtype
 from ..planner import room_for_update
 from ..updates import Release, Updates, updated_by
 from .optimizers import steps_to_host
+from .sums_room import SumsRoom
 from .update import Recorded, RecordedUpdate
 
 _PATIENCE = 8  # steps with the same numbers before a recording is worth its making
@@ -34,7 +34,7 @@ class UpdateInLoop:
         self._steps = 0  # … and so many before it
         self._has_room = True
         self._like: list[Any] = []  # the parameters that there is room for, and how they lie
-        self._room: list[Tensor] = []  # where a replay finds their sums
+        self._room: SumsRoom | None = None  # where a replay finds their sums
         self._is_replayed = False  # in the step before
 
     def ready(self, sums: Mapping[int, Tensor], *, has_penalties: bool) -> Release | None:
@@ -58,25 +58,29 @@ class UpdateInLoop:
         like = [(id(parameter), parameter.shape, parameter.stride(), parameter.dtype, parameter.device) for parameter in parameters]
         if like != self._like:
             self._make_room(parameters, like, device)
-        recorded = self._update.ready(dict(zip(map(id, parameters), self._room)), numbers) if self._has_room else None
+        recorded = None if self._room is None else self._update.ready(dict(zip(map(id, parameters), self._room.places)), numbers)
         if self._update.is_given_up:
-            self._has_room, self._like, self._room = False, [], []
+            self._has_room, self._like, self._room = False, [], None
         return recorded
 
     def _make_room(self, parameters: list[Tensor], like: list[Any], device: torch.device) -> None:
         """Where that takes little of the memory; if not, it is not asked for again."""
         needed = sum(parameter.numel() * accumulation_dtype(parameter.dtype).itemsize for parameter in parameters)
         self._has_room = needed <= room_for_update(device)
-        self._like, self._room = (like, room_for_sums(parameters)) if self._has_room else ([], [])
+        self._like, self._room = (like, SumsRoom(parameters)) if self._has_room else ([], None)
 
     def _make(self, recorded: Recorded, sums: list[Tensor | None], sensitivity: float, step: int) -> None:
-        """Make the step, with new noise. All of the room was written over by the step before."""
+        """Make the step, with new noise. All of the room was written over by the step before, or holds these sums by now."""
+        assert self._room is not None
+        self._room.make_way(but=[total for total in sums if total is not None])
         with torch.no_grad():
-            given = [(room, total) for room, total in zip(self._room, sums) if total is not None]
-            if given:
-                torch._foreach_copy_([room for room, _ in given], [total for _, total in given])
-            if len(given) < len(sums):
-                torch._foreach_zero_([room for room, total in zip(self._room, sums) if total is None])
+            given = list(zip(self._room.places, sums))
+            elsewhere = [(place, total) for place, total in given if total is not None and total.data_ptr() != place.data_ptr()]
+            if elsewhere:
+                torch._foreach_copy_([place for place, _ in elsewhere], [total for _, total in elsewhere])
+            nothing = [place for place, total in given if total is None]
+            if nothing:
+                torch._foreach_zero_(nothing)
         self._updates.take_gradients_away(self._number)
         recorded.release(sensitivity, step)
         self._updates.show_after_step(self._number, lambda: _copies(recorded.gradients))

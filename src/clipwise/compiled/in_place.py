@@ -17,20 +17,18 @@ from torch import Tensor
 from ..streams import current_address
 from ..tracing import NotTraceable
 from .agreement import repeats
+from .leaving import SMALL_RESULT, Leave, Left, Run
 from .lending import Lending
 from .recording import Pool, alike, recorded_in_passing
 
 _SMALL = 2**20  # bytes; torch looks for room for such tensors wherever there is some
-_SMALL_RESULT = 2**16  # bytes: results that are copied rather than lent
 _OFTEN = 2  # a large tensor that has moved so many times is copied
 _ATTEMPTS = 8  # at recording one stage that is hardly used: addresses may change again and again
 _WORTH_IT = 100  # replays
 _LEAST_ROOM = 2**26  # bytes
-_SHARE = 16  # of the most that the training has held so far …
-_SHARE_AT_THE_END = 4
+_SHARE = 32  # of the most that the training has held so far …
+_SHARE_AT_THE_END = 8
 _SHARE_OF_FREE = 8  # … and of what is free
-
-Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Room:
@@ -80,12 +78,14 @@ class _Recording:
     copied: list[list[int]]  # the others, those of one type together, …
     copies: list[list[Tensor]]  # … are copied to these
     results: list[Tensor | _View]
+    make_way: Callable[[], None]  # for those that are left where others may have left something
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         return [given[number].data_ptr() for number in self.read] == self.places
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What it finds is written over by the next call."""
+        self.make_way()
         for copies, numbers in zip(self.copies, self.copied):
             torch._foreach_copy_(copies, [given[number] for number in numbers])
         self.replay()
@@ -109,11 +109,12 @@ class _View:
 class InPlace:
     """run(*tensors), which writes to none of them, replayed where that is possible.
 
-    Results live until the next call; with `hands_over` they are lent (lending.py), and small ones tensors of their own.
+    Results live until the next call; with `hands_over` they are lent (lending.py), and small ones tensors of their own. `leave` tells, of results
+    like these that are to be lent, how they are left where somebody wants them, and how many bytes are.
     """
 
-    def __init__(self, run: Run, room: Room, *, hands_over: bool, takes: int = 0):
-        self._run, self._room, self._hands_over = run, room, hands_over
+    def __init__(self, run: Run, room: Room, *, hands_over: bool, takes: int = 0, leave: Leave | None = None):
+        self._run, self._room, self._hands_over, self._leave = run, room, hands_over, leave
         self._takes = takes  # bytes, at least: what is recorded and then found to take too much, torch keeps until somebody asks for more
         self._lending = Lending()
         self._recording: _Recording | None = None
@@ -124,6 +125,7 @@ class InPlace:
         self._pool: Pool | None = None  # where one recording after the other lies
         self._before: Callable[[], None] | None = None  # the last graph there: without one torch gives the memory up
         self._in_pool = self._nbytes = 0  # bytes there, and with copies of inputs
+        self._elsewhere = 0  # bytes of results that were left where somebody wanted them
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         if not self._room.is_here():
@@ -159,7 +161,7 @@ class InPlace:
             return recording(given)
         self._lending.take_back()
         found = dict(enumerate(recording(given)))
-        large = [number for number, result in enumerate(recording.results) if isinstance(result, Tensor) and result.nbytes > _SMALL_RESULT]
+        large = [number for number, result in enumerate(recording.results) if isinstance(result, Tensor) and result.nbytes > SMALL_RESULT]
         small = [number for number in found if number not in large]
         found |= zip(large, self._lending.lend([found[number] for number in large]))
         found |= zip(small, _copies([found[number] for number in small]))
@@ -193,15 +195,20 @@ class InPlace:
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
         copies_take = sum(given[number].nbytes for number in copied)
         most = room.most(at_the_end=self._hands_over)
-        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over and self._pool is None else 0
+        left = Left(self._run) if self._leave is None else self._leave(made, self._lending)
+        if left.nbytes != self._elsewhere:  # what was left in the pool before would lie there for nothing
+            self._pool, self._before, self._in_pool, self._elsewhere = None, None, 0, left.nbytes
+        handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
         self._count(copies_take)
         if room.taken + max(self._takes - handed_over - self._in_pool, 0) > most:
             return None
+        results = handed_over - left.nbytes if self._pool is None else 0  # those that will lie in the pool
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
         before = room.reserved()
         self._pool = self._pool or room.pool()
-        replay, found = recorded_in_passing(self._run, inputs, room.device, self._pool)
-        self._in_pool += max(room.reserved() - before - handed_over, 0)
+        left.make_way()
+        replay, found = recorded_in_passing(left.run, inputs, room.device, self._pool)
+        self._in_pool += max(room.reserved() - before - results, 0)
         self._count(copies_take)
         if room.taken > most:
             return None
@@ -209,7 +216,7 @@ class InPlace:
         places = [given[number].data_ptr() for number in read]
         together = alike({number: given[number].dtype for number in copied})
         copies = [[inputs[number] for number in numbers] for numbers in together]
-        recording = _Recording(replay, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found])
+        recording = _Recording(replay, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found], left.make_way)
         del found  # what lies in the memory of an input would hold it
         if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
             raise ArithmeticError("a replay finds something else than the stage that was recorded.")

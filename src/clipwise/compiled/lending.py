@@ -7,7 +7,7 @@ then (a draw that goes through in parts) keeps them, in tensors of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,11 @@ class Lending:
         self._lent = [weakref.ref(tensor) for tensor in lent if tensor.is_floating_point()]
         return lent
 
-    def take_back(self) -> None:
-        """Before the graph is replayed. What is still held moves to memory of its own; if there is none, it stays lent."""
-        held = [tensor for reference in self._lent if (tensor := reference()) is not None]
+    def take_back(self, *, but: Collection[int] = ()) -> None:
+        """Before the graph is replayed. What is still held moves to memory of its own; if there is none, it stays lent. `but`: ids of those that stay."""
+        held = [tensor for reference in self._lent if (tensor := reference()) is not None and id(tensor) not in but]
         if held:
             with torch.no_grad():
                 for tensor, own in zip(held, torch._foreach_add(held, 0.0)):
                     tensor.data = own
-        self._lent = []
+        self._lent = [reference for reference in self._lent if id(reference()) in but] if but else []

@@ -30,8 +30,10 @@ from ..tracing import NotTraceable
 from .agreement import coarsest
 from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, weight_shapes, with_row_numbers
 from .in_place import Room
+from .lending import Lending
 from .rows import mask, nobodys
 from .stages import Running, Stages
+from .sums_room import SumsRoom, place_for
 from .trace import graph_of
 
 
@@ -121,7 +123,13 @@ class Staged:
             function = clipped_sums(tape, [tap.record for tap in noted], sizes, layouts, clipping, self._names)
             graph = graph_of(function, inputs, in_steps=True)
         self._precision = coarsest(graph, losses.device)
-        self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision) if replays else None)
+        parameters = tape.marks.trainable()
+        summed = [weakref.ref(parameters[name]) for name in self._names]
+
+        def place(number: int, total: Tensor, lending: Lending) -> tuple[SumsRoom, Tensor] | None:
+            return place_for(summed[number](), total, lending) if number < len(summed) else None
+
+        self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision) if replays else None, place)
 
     def fits(self, tape: Tape, losses: Tensor, layouts: dict[int, Layout]) -> bool:
         """Whether the taps behind these losses are those that were traced, with the examples where they were. Asked before the backward pass."""

@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..kernels.operators import PLAIN
 from ..tracing import can_be_recorded
-from .in_place import InPlace, Room, Run
+from .in_place import InPlace, Room
+from .leaving import Places, Run, left_in
 from .views import is_view, memory_of, starts_a_kernel, values_of, with_fewer_operations, writes, written_by
 
 _aten = torch.ops.aten
@@ -49,19 +50,20 @@ class Stage:
     last: list[str]
     may_be_replayed: bool  # several kernels, tensors alone, and it writes to none that it is given
     makes_at_once: int  # bytes of what it makes that are there at the same time, at most
+    done: list[str]  # for each of `makes` the operation after which nobody writes to it
 
 
 class Stages:
-    """`graph`, whose inputs come in groups: `sizes` says how many there are in each. The last group completes it."""
+    """`graph`, whose inputs come in groups: `sizes` says how many there are in each. The last group completes it, and what it returns is lent."""
 
-    def __init__(self, graph: GraphModule, sizes: Sequence[int], room: Room | None = None):
+    def __init__(self, graph: GraphModule, sizes: Sequence[int], room: Room | None = None, places: Places | None = None):
         graph = with_fewer_operations(graph)
         inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         names = iter(inputs)
         self._inputs = [list(itertools.islice(names, size)) for size in sizes]
         self._stages = _cut(graph, self._inputs)
         self._in_place = (
-            self._stages if room is None else [_in_place(stage, room, is_last=stage is self._stages[-1]) for stage in self._stages]
+            self._stages if room is None else [_in_place(stage, room, places, is_last=stage is self._stages[-1]) for stage in self._stages]
         )
 
     def forget_recordings(self) -> None:
@@ -211,6 +213,13 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
                 copies[result] if memory[result] in operations else here.call_function(torch.clone, (copies[result],)) for result in results
             ]
     here.output(tuple(returned))
+    order = {node: place for place, node in enumerate(operations)}
+    written = {memory[target]: node for node in operations for target in written_by(node)}  # and by whom last
+
+    def done(result: Node, copy: Node) -> Node:
+        """The operation after which nobody writes to this result; of what is copied at the end, that."""
+        return copies[max(result, written.get(memory[result], result), key=order.__getitem__)] if memory[result] in operations else copy
+
     return Stage(
         GraphModule(graph, here).forward if operations or results else None,
         [node.name for node in given],
@@ -222,6 +231,7 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
             memory[target] in operations and memory[target].op == "call_function" for node in operations for target in written_by(node)
         ),
         makes_at_once=_most_at_once(list(operations), memory, results),
+        done=[done(result, copy).name for result, copy in zip(results, returned)],
     )
 
 
@@ -240,7 +250,8 @@ def _most_at_once(operations: Sequence[Node], memory: dict[Node, Node], results:
     return most
 
 
-def _in_place(stage: Stage, room: Room, *, is_last: bool) -> Stage:
+def _in_place(stage: Stage, room: Room, places: Places | None, *, is_last: bool) -> Stage:
     if stage.run is None or not stage.may_be_replayed or not can_be_recorded(room.device):
         return stage
-    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last, takes=stage.makes_at_once))
+    leave = None if places is None or not is_last else left_in(stage.run, stage.done, places)
+    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last, takes=stage.makes_at_once, leave=leave))

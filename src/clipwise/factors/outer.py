@@ -18,9 +18,13 @@ from ..numerics import (
     scale_stored,
     to_multiply,
 )
+from ..tracing import is_tracing
 from ..trials import roughly
 from .base import Factor, Grouping
 from .squares import Squares, known
+
+_AT_A_TIME = 2**27  # bytes of a side that are weighed at a time in a graph, which keeps the memory that it works in …
+_ALIGNED = 64  # … so many columns, or a multiple
 
 
 class Outer(Factor):
@@ -63,6 +67,8 @@ class Outer(Factor):
     def weighted_sum(self, weights: Tensor, *, clean: bool = False) -> Tensor:
         exact = in_working_precision(weights, self.dtype)
         left, right = self._sides if self.blocks == 1 else (self.left, self.right)
+        if self.blocks == 1 and is_tracing() and max(left.nbytes, right.nbytes) > _AT_A_TIME:
+            return _in_parts(left.flatten(0, -2), right.flatten(0, -2), exact.repeat_interleave(self.terms)).view(self.shape)
         left, right = scale_stored(left, exact, clean=clean), right if clean else drop_rows(right, exact)
         if self.blocks == 1:
             total = product(left.flatten(0, -2).t(), right.flatten(0, -2))
@@ -158,3 +164,17 @@ class Outer(Factor):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self._sides
+
+
+def _in_parts(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    """Σ_n weights[n]·left[n] ⊗ right[n], (p, d), the wider side a few columns at a time. left: (N, p), right: (N, d)"""
+    if left.shape[1] >= right.shape[1]:
+        there = drop_rows(right, weights)
+        return torch.cat([product(scale_stored(part, weights).t(), there) for part in _columns(left)])
+    there = scale_stored(left, weights).t()
+    return torch.cat([product(there, drop_rows(part, weights)) for part in _columns(right)], 1)
+
+
+def _columns(side: Tensor) -> tuple[Tensor, ...]:
+    many = _AT_A_TIME // (len(side) * side.element_size())
+    return side.split(max(many - many % _ALIGNED, _ALIGNED), 1)

@@ -1,0 +1,78 @@
+"""What a stage finds, left where somebody wants it: each result is copied there as soon as it is done, and takes no room of its own for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from .lending import Lending
+from .sums_room import SumsRoom
+
+SMALL_RESULT = 2**16  # bytes: results that are copied rather than lent
+
+Run = Callable[..., tuple[Tensor, ...]]
+Places = Callable[[int, Tensor, Lending], tuple[SumsRoom, Tensor] | None]  # for the result of this number, if it is like this one
+
+
+@dataclass(frozen=True)
+class Left:
+    """A run whose results lie where they are wanted, as far as they are."""
+
+    run: Run
+    nbytes: int = 0  # of those
+    rooms: frozenset[SumsRoom] = frozenset()
+
+    def make_way(self) -> None:
+        """Before it runs: whoever holds what lies there keeps it."""
+        for room in self.rooms:
+            room.make_way()
+
+
+Leave = Callable[[Sequence[Tensor], Lending], Left]  # is told what results are like, and who lends them
+
+
+def left_in(run: Run, done: Sequence[str], places: Places) -> Leave:
+    """`done`: for each result the operation of `run`, a graph's, after which nobody writes to it."""
+
+    def leave(made: Sequence[Tensor], lending: Lending) -> Left:
+        large = [number for number, result in enumerate(made) if result.nbytes > SMALL_RESULT]
+        found = {number: place for number in large if (place := places(number, made[number], lending)) is not None}
+        tensors = {number: tensor for number, (_, tensor) in found.items()}
+        rooms = frozenset(room for room, _ in found.values())
+        return Left(_with_results_in(tensors, run, done), sum(tensor.nbytes for tensor in tensors.values()), rooms) if found else Left(run)
+
+    return leave
+
+
+def _with_results_in(places: Mapping[int, Tensor], run: Run, done: Sequence[str]) -> Run:
+    module: GraphModule = cast(Any, run).__self__
+    here, copies = Graph(), dict[Node, Node]()
+    nodes = {node.name: node for node in module.graph.nodes}
+    for node in module.graph.find_nodes(op="placeholder"):
+        copies[node] = here.node_copy(node)
+    spots = {number: here.placeholder(f"place_{number}") for number in places}
+    [(results,)] = [node.args for node in module.graph.find_nodes(op="output")]
+    finished: dict[Node, list[int]] = {}
+    for number in places:
+        finished.setdefault(nodes[done[number]], []).append(number)
+    for node in nodes.values():
+        if node.op not in ("placeholder", "output"):
+            copies[node] = here.node_copy(node, copies.__getitem__)
+        for number in finished.get(node, ()):
+            here.call_function(torch.Tensor.copy_, (spots[number], copies[results[number]]))
+    here.output(tuple([spots.get(number, copies[result]) for number, result in enumerate(results)]))
+    return _Given(GraphModule(module, here).forward, tuple(places.values()))
+
+
+@dataclass(frozen=True)
+class _Given:
+    run: Run
+    last: tuple[Tensor, ...]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.run(*tensors, *self.last)
