@@ -7,7 +7,7 @@ import torch
 
 import clipwise as cw
 from clipwise import tracing
-from clipwise.compiled import in_place, leaving, stages
+from clipwise.compiled import in_place, leaving, stages, update
 from clipwise.compiled.lending import Lending
 from clipwise.compiled.stages import Stages
 from clipwise.compiled.sums_room import SumsRoom, place_for
@@ -113,32 +113,85 @@ def test_a_draw_in_parts_of_several_sizes(runs, recordings, monkeypatch):  # noq
     assert len({id(program) for program in runs}) >= 2 and recordings
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_sums_stay_there_until_their_own_optimizer_has_stepped(optimizers, runs, recordings):  # noqa: F811
+    """A room of one optimizer makes way for nobody's sums but its own."""
+    model = fresh()
+    private, made = training(model, optimizers=optimizers)
+    in_room = []
+    for number in range(STEPS):
+        go(private, model, number)
+        sums = dict(private._intake.pending.sums)
+        for place, optimizer in enumerate(made):
+            if is_in_room(private):
+                loops = list(private._in_loop.items())[place:]
+                left = [(p, t) for n, loop in loops for p, t in zip(parameters_of(private, n), loop._room.places)]
+                in_room.append(all(sums[id(p)].data_ptr() == t.data_ptr() for p, t in left))
+            optimizer.step()
+        for optimizer in made:
+            optimizer.zero_grad()
+        del sums
+    private.close()
+    assert sum(in_room) > optimizers * STEPS // 4 and all(in_room)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("where", ["take_back", "copies", "noise"])
+def test_a_step_that_fails_leaves_no_sums_without_noise(where, optimizers, runs, recordings, monkeypatch):  # noqa: F811
+    """Nobody knows of them any more, once the step counts as taken; any optimizer would release them."""
+    model = fresh()
+    private, made = training(model, optimizers=optimizers)
+    for number in range(STEPS - 1):
+        go(private, model, number)
+        finish(made)
+    go(private, model, STEPS)
+    assert is_in_room(private)
+
+    def out_of_memory(*args, **more):
+        raise torch.OutOfMemoryError("no memory")
+
+    target = {"take_back": (Lending, "take_back"), "copies": (torch, "_foreach_zero_"), "noise": (update.Recorded, "release")}[where]
+    if where == "copies":
+        private._intake.pending.sums.pop(id(parameters_of(private, 0)[0]))
+    with monkeypatch.context() as patched:
+        patched.setattr(*target, out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            made[0].step()
+    assert all(parameter.grad is None for parameter in parameters_of(private, 0)) and private.spent().steps == STEPS
+    private.discard()
+    private.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_room_is_offered_for_tensors_like_its_own_and_as_long_as_it_is_there():
-    parameter, lending = torch.zeros(3, 4), Lending()
-    assert place_for(parameter, torch.zeros(3, 4), lending) is None and place_for(None, torch.zeros(3, 4), lending) is None
+    parameter = torch.zeros(3, 4)
+    assert place_for(parameter, torch.zeros(3, 4)) is None and place_for(None, torch.zeros(3, 4)) is None
     room = SumsRoom([parameter])
-    found, place = place_for(parameter, torch.zeros(3, 4), lending)
+    found, place = place_for(parameter, torch.zeros(3, 4))
     assert found is room and place.data_ptr() == room.places[0].data_ptr()
-    assert place_for(parameter, torch.zeros(4, 3), lending) is None
-    assert place_for(parameter, torch.zeros(3, 4, dtype=torch.float64), lending) is None
+    assert place_for(parameter, torch.zeros(4, 3)) is None
+    assert place_for(parameter, torch.zeros(3, 4, dtype=torch.float64)) is None
     del room, found, place
-    assert place_for(parameter, torch.zeros(3, 4), lending) is None
+    assert place_for(parameter, torch.zeros(3, 4)) is None
 
 
 def test_who_holds_what_lies_in_the_room_keeps_it():
-    parameter, lending = torch.zeros(4), Lending()
-    room = SumsRoom([parameter, torch.zeros(2)])
-    mine, others = (room.place(number, lending) for number in (0, 1))
+    room = SumsRoom([torch.zeros(4), torch.zeros(2)])
+    mine, others = room.places
     mine.fill_(1.0)
     others.fill_(2.0)
-    used, held = lending.lend([mine, others])
-    room.make_way(but=[used])
+    used, held = room.lending.lend([mine, others])
+    room.lending.take_back(but={id(used)})
     for place in room.places:
         place.fill_(7.0)
     assert torch.equal(used, torch.full((4,), 7.0)) and torch.equal(held, torch.full((2,), 2.0))
-    room.make_way()
-    room.places[0].fill_(8.0)
-    assert torch.equal(used, torch.full((4,), 7.0))
+
+
+def test_where_results_lie_elsewhere_a_stage_needs_what_it_works_in(recording):  # noqa: F811
+    """Each result is copied as soon as it is done: of these three one is there at a time."""
+    stage = Stages(traced(lambda a: [(a @ a).sin(), (a @ a.mT).sin(), (a.mT @ a).sin()], torch.randn(8, 8)), [1], recording)._stages[-1]
+    one = 8 * 8 * 4
+    assert stage.makes_at_once >= 3 * one and stage.works_in <= 2 * one
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -152,8 +205,8 @@ def test_whatever_a_stage_does_with_a_result_before_and_after(seed, recording, m
     wanted = [number for number in range(len(likes)) if dice.random() < 0.6]
     room = SumsRoom(likes)
 
-    def places(number, total, lending):
-        return place_for(likes[number], total, lending) if number in wanted else None
+    def places(number, total):
+        return place_for(likes[number], total) if number in wanted else None
 
     program = Stages(traced(function, *given), [1] * len(given), recording, places)
     held, in_room = [], 0

@@ -200,6 +200,7 @@ class PrivateTraining:
             release(self.clipping.sensitivity, self.position)
         except BaseException:
             if moves_weights:
+                self._updates.take_gradients_away(number)
                 self._is_taken(number)
             raise
         self._is_taken(number)

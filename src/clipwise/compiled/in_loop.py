@@ -70,9 +70,10 @@ class UpdateInLoop:
         self._like, self._room = (like, SumsRoom(parameters)) if self._has_room else ([], None)
 
     def _make(self, recorded: Recorded, sums: list[Tensor | None], sensitivity: float, step: int) -> None:
-        """Make the step, with new noise. All of the room was written over by the step before, or holds these sums by now."""
+        """Make the step, with new noise. First of all nobody finds the sums any more, whatever is raised."""
+        self._updates.take_gradients_away(self._number)
         assert self._room is not None
-        self._room.make_way(but=[total for total in sums if total is not None])
+        self._room.lending.take_back(but={id(total) for total in sums})
         with torch.no_grad():
             given = list(zip(self._room.places, sums))
             elsewhere = [(place, total) for place, total in given if total is not None and total.data_ptr() != place.data_ptr()]
@@ -81,7 +82,6 @@ class UpdateInLoop:
             nothing = [place for place, total in given if total is None]
             if nothing:
                 torch._foreach_zero_(nothing)
-        self._updates.take_gradients_away(self._number)
         recorded.release(sensitivity, step)
         self._updates.show_after_step(self._number, lambda: _copies(recorded.gradients))
 

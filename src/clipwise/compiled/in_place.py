@@ -78,14 +78,14 @@ class _Recording:
     copied: list[list[int]]  # the others, those of one type together, …
     copies: list[list[Tensor]]  # … are copied to these
     results: list[Tensor | _View]
-    make_way: Callable[[], None]  # for those that are left where others may have left something
+    left: Left  # where they lie
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         return [given[number].data_ptr() for number in self.read] == self.places
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What it finds is written over by the next call."""
-        self.make_way()
+        self.left.make_way()
         for copies, numbers in zip(self.copies, self.copied):
             torch._foreach_copy_(copies, [given[number] for number in numbers])
         self.replay()
@@ -110,12 +110,13 @@ class InPlace:
     """run(*tensors), which writes to none of them, replayed where that is possible.
 
     Results live until the next call; with `hands_over` they are lent (lending.py), and small ones tensors of their own. `leave` tells, of results
-    like these that are to be lent, how they are left where somebody wants them, and how many bytes are.
+    like these, how they are left where somebody wants them.
     """
 
-    def __init__(self, run: Run, room: Room, *, hands_over: bool, takes: int = 0, leave: Leave | None = None):
+    def __init__(self, run: Run, room: Room, *, hands_over: bool, takes: int = 0, works_in: int = 0, leave: Leave | None = None):
         self._run, self._room, self._hands_over, self._leave = run, room, hands_over, leave
-        self._takes = takes  # bytes, at least: what is recorded and then found to take too much, torch keeps until somebody asks for more
+        # Bytes, at least: what is recorded and then found to take too much, torch keeps until somebody asks for more. With its results, and where these lie elsewhere.
+        self._takes, self._works_in = takes, works_in
         self._lending = Lending()
         self._recording: _Recording | None = None
         self._places: list[int] = []  # of the inputs of the last run that was no replay
@@ -163,7 +164,9 @@ class InPlace:
         found = dict(enumerate(recording(given)))
         large = [number for number, result in enumerate(recording.results) if isinstance(result, Tensor) and result.nbytes > SMALL_RESULT]
         small = [number for number in found if number not in large]
-        found |= zip(large, self._lending.lend([found[number] for number in large]))
+        for lending in dict.fromkeys(lent_by := [recording.left.lent_by.get(number, self._lending) for number in large]):
+            mine = [number for number, other in zip(large, lent_by) if other is lending]
+            found |= zip(mine, lending.lend([found[number] for number in mine]))
         found |= zip(small, _copies([found[number] for number in small]))
         return tuple(found.values())
 
@@ -195,12 +198,13 @@ class InPlace:
         copied = {number for number, tensor in enumerate(given) if tensor.nbytes <= _SMALL or self._moved[number] >= _OFTEN}
         copies_take = sum(given[number].nbytes for number in copied)
         most = room.most(at_the_end=self._hands_over)
-        left = Left(self._run) if self._leave is None else self._leave(made, self._lending)
+        left = Left(self._run) if self._leave is None else self._leave(made)
         if left.nbytes != self._elsewhere:  # what was left in the pool before would lie there for nothing
             self._pool, self._before, self._in_pool, self._elsewhere = None, None, 0, left.nbytes
         handed_over = sum(tensor.nbytes for tensor in made) if self._hands_over else 0
         self._count(copies_take)
-        if room.taken + max(self._takes - handed_over - self._in_pool, 0) > most:
+        needed = self._works_in if left.lent_by else self._takes - handed_over
+        if room.taken + max(needed - self._in_pool, 0) > most:
             return None
         results = handed_over - left.nbytes if self._pool is None else 0  # those that will lie in the pool
         inputs = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(given)]
@@ -216,7 +220,7 @@ class InPlace:
         places = [given[number].data_ptr() for number in read]
         together = alike({number: given[number].dtype for number in copied})
         copies = [[inputs[number] for number in numbers] for numbers in together]
-        recording = _Recording(replay, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found], left.make_way)
+        recording = _Recording(replay, read, places, together, copies, [_result(tensor, inputs, given) for tensor in found], left)
         del found  # what lies in the memory of an input would hold it
         if not all(repeats(mine, other, room.precision) for mine, other in zip(recording(given), made, strict=True)):
             raise ArithmeticError("a replay finds something else than the stage that was recorded.")

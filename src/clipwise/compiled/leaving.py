@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from .sums_room import SumsRoom
 SMALL_RESULT = 2**16  # bytes: results that are copied rather than lent
 
 Run = Callable[..., tuple[Tensor, ...]]
-Places = Callable[[int, Tensor, Lending], tuple[SumsRoom, Tensor] | None]  # for the result of this number, if it is like this one
+Places = Callable[[int, Tensor], tuple[SumsRoom, Tensor] | None]  # for the result of this number, if it is like this one
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,28 @@ class Left:
 
     run: Run
     nbytes: int = 0  # of those
-    rooms: frozenset[SumsRoom] = frozenset()
+    lent_by: Mapping[int, Lending] = field(default_factory=dict)  # … and who lends them, by their numbers
 
     def make_way(self) -> None:
         """Before it runs: whoever holds what lies there keeps it."""
-        for room in self.rooms:
-            room.make_way()
+        for lending in set(self.lent_by.values()):
+            lending.take_back()
 
 
-Leave = Callable[[Sequence[Tensor], Lending], Left]  # is told what results are like, and who lends them
+Leave = Callable[[Sequence[Tensor]], Left]  # is told what results are like
 
 
 def left_in(run: Run, done: Sequence[str], places: Places) -> Leave:
     """`done`: for each result the operation of `run`, a graph's, after which nobody writes to it."""
 
-    def leave(made: Sequence[Tensor], lending: Lending) -> Left:
+    def leave(made: Sequence[Tensor]) -> Left:
         large = [number for number, result in enumerate(made) if result.nbytes > SMALL_RESULT]
-        found = {number: place for number in large if (place := places(number, made[number], lending)) is not None}
+        found = {number: place for number in large if (place := places(number, made[number])) is not None}
         tensors = {number: tensor for number, (_, tensor) in found.items()}
-        rooms = frozenset(room for room, _ in found.values())
-        return Left(_with_results_in(tensors, run, done), sum(tensor.nbytes for tensor in tensors.values()), rooms) if found else Left(run)
+        lent_by = {number: room.lending for number, (room, _) in found.items()}
+        return (
+            Left(_with_results_in(tensors, run, done), sum(tensor.nbytes for tensor in tensors.values()), lent_by) if found else Left(run)
+        )
 
     return leave
 

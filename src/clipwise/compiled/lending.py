@@ -27,10 +27,11 @@ class Lending:
         return lent
 
     def take_back(self, *, but: Collection[int] = ()) -> None:
-        """Before the graph is replayed. What is still held moves to memory of its own; if there is none, it stays lent. `but`: ids of those that stay."""
+        """Before the graph is replayed. What is still held moves to memory of its own; if there is none, it stays lent. `but`: ids of those that
+        are used up by what is written there."""
         held = [tensor for reference in self._lent if (tensor := reference()) is not None and id(tensor) not in but]
         if held:
             with torch.no_grad():
                 for tensor, own in zip(held, torch._foreach_add(held, 0.0)):
                     tensor.data = own
-        self._lent = [reference for reference in self._lent if id(reference()) in but] if but else []
+        self._lent = []

@@ -27,7 +27,7 @@ from .staged import Noted, Staged
 _Key = tuple[int, frozenset[int]]  # examples, and keys of taps
 _PATIENCE = 3  # steps with batches of one size before they are worth a program
 _MOST = 8  # programs that are made for one kind of step
-_MOST_REPLAYED = 2  # of them may become graphs, which keep a copy of the sums each
+_MOST_REPLAYED = 2  # of them may become graphs, which keep memory of their own
 _ROOM = 4  # times what reaches the taps must be free for holding a program against the eager step
 
 

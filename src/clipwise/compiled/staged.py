@@ -30,7 +30,6 @@ from ..tracing import NotTraceable
 from .agreement import coarsest
 from .arrivals import Eagerly, Measured, are_same, clipped_sums, essence, example_slots, weight_shapes, with_row_numbers
 from .in_place import Room
-from .lending import Lending
 from .rows import mask, nobodys
 from .stages import Running, Stages
 from .sums_room import SumsRoom, place_for
@@ -126,8 +125,8 @@ class Staged:
         parameters = tape.marks.trainable()
         summed = [weakref.ref(parameters[name]) for name in self._names]
 
-        def place(number: int, total: Tensor, lending: Lending) -> tuple[SumsRoom, Tensor] | None:
-            return place_for(summed[number](), total, lending) if number < len(summed) else None
+        def place(number: int, total: Tensor) -> tuple[SumsRoom, Tensor] | None:
+            return place_for(summed[number](), total) if number < len(summed) else None
 
         self._stages = Stages(graph, [*sizes, 3], Room(losses.device, self._precision) if replays else None, place)
 

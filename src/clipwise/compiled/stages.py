@@ -49,7 +49,8 @@ class Stage:
     makes: list[str]
     last: list[str]
     may_be_replayed: bool  # several kernels, tensors alone, and it writes to none that it is given
-    makes_at_once: int  # bytes of what it makes that are there at the same time, at most
+    makes_at_once: int  # bytes of what it makes that are there at the same time, at most …
+    works_in: int  # … if its results do not stay there to the end
     done: list[str]  # for each of `makes` the operation after which nobody writes to it
 
 
@@ -231,12 +232,13 @@ def _stage(graph: GraphModule, memory: dict[Node, Node], stage_of: dict[Node, in
             memory[target] in operations and memory[target].op == "call_function" for node in operations for target in written_by(node)
         ),
         makes_at_once=_most_at_once(list(operations), memory, results),
+        works_in=_most_at_once(list(operations), memory, []),
         done=[done(result, copy).name for result, copy in zip(results, returned)],
     )
 
 
 def _most_at_once(operations: Sequence[Node], memory: dict[Node, Node], results: Sequence[Node]) -> int:
-    """Bytes that these allocate, at the moment when it is most; libraries may take room besides. What is returned stays to the end."""
+    """Bytes that these allocate, at the moment when it is most; libraries may take room besides. Results stay to the end."""
     last: dict[Node, int] = {}
     for place, node in enumerate(operations):
         last.update(dict.fromkeys((memory[one] for one in (node, *node.all_input_nodes)), place))
@@ -254,4 +256,5 @@ def _in_place(stage: Stage, room: Room, places: Places | None, *, is_last: bool)
     if stage.run is None or not stage.may_be_replayed or not can_be_recorded(room.device):
         return stage
     leave = None if places is None or not is_last else left_in(stage.run, stage.done, places)
-    return replace(stage, run=InPlace(stage.run, room, hands_over=is_last, takes=stage.makes_at_once, leave=leave))
+    in_place = InPlace(stage.run, room, hands_over=is_last, takes=stage.makes_at_once, works_in=stage.works_in, leave=leave)
+    return replace(stage, run=in_place)
