@@ -7,11 +7,12 @@ import torch
 
 import clipwise as cw
 from clipwise import tracing
-from clipwise.compiled import in_place, leaving, stages, update
+from clipwise.compiled import in_loop, in_place, leaving, stages, update
 from clipwise.compiled.lending import Lending
 from clipwise.compiled.stages import Stages
 from clipwise.compiled.sums_room import SumsRoom, place_for
 from clipwise.models import mlp
+from clipwise.updates import updated_by
 from test_in_place import SHAPES, recording, written_at_random  # noqa: F401  (a fixture: a CPU records)
 from test_recorded import recordings  # noqa: F401  (of updates, too)
 from test_staged import replays, runs, traced  # noqa: F401  (every model is too large for anything but a program)
@@ -27,11 +28,11 @@ def nothing_is_small(monkeypatch):
         monkeypatch.setattr(module, "SMALL_RESULT", 0)
 
 
-def training(model, *, clip=0.3, seed=5, optimizers=1, **options):
+def training(model, *, optimizers=1):
     parameters = list(model.parameters())
     made = [torch.optim.Adam(parameters[number::optimizers], lr=0.01) for number in range(optimizers)]
-    plan = cw.PrivacyPlan(dataset_size=600, batch_size=18, steps=100, delta=1e-3, clipping=cw.flat(clip), noise_multiplier=0.5)
-    return cw.PrivateTraining(model, made, plan, own_batches=True, noise=cw.reproducible(seed), **options), made
+    plan = cw.PrivacyPlan(dataset_size=600, batch_size=18, steps=100, delta=1e-3, clipping=cw.flat(0.3), noise_multiplier=0.5)
+    return cw.PrivateTraining(model, made, plan, own_batches=True, noise=cw.reproducible(5)), made
 
 
 def fresh():
@@ -70,12 +71,13 @@ def is_in_room(private):
     loops = private._in_loop
     if len(loops) < len(private._updates.optimizers) or any(loop._room is None for loop in loops.values()):
         return False
-    places = {id(p): place for number, loop in loops.items() for p, place in zip(parameters_of(private, number), loop._room.places)}
-    return all(total.data_ptr() == places[key].data_ptr() for key, total in private._intake.pending.sums.items())
+    return all(are_in_room(private, number, private._intake.pending.sums) for number in loops)
 
 
-def parameters_of(private, number):
-    return [p for group in private._updates.optimizers[number].param_groups for p in group["params"]]
+def are_in_room(private, number, sums):
+    """Whether the sums that one optimizer uses do."""
+    places = zip(updated_by(private._updates.optimizers[number]), private._in_loop[number]._room.places)
+    return all(sums[id(parameter)].data_ptr() == place.data_ptr() for parameter, place in places)
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
@@ -124,9 +126,7 @@ def test_sums_stay_there_until_their_own_optimizer_has_stepped(optimizers, runs,
         sums = dict(private._intake.pending.sums)
         for place, optimizer in enumerate(made):
             if is_in_room(private):
-                loops = list(private._in_loop.items())[place:]
-                left = [(p, t) for n, loop in loops for p, t in zip(parameters_of(private, n), loop._room.places)]
-                in_room.append(all(sums[id(p)].data_ptr() == t.data_ptr() for p, t in left))
+                in_room.append(all(are_in_room(private, other, sums) for other in range(place, optimizers)))
             optimizer.step()
         for optimizer in made:
             optimizer.zero_grad()
@@ -136,7 +136,7 @@ def test_sums_stay_there_until_their_own_optimizer_has_stepped(optimizers, runs,
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-@pytest.mark.parametrize("where", ["take_back", "copies", "noise"])
+@pytest.mark.parametrize("where", ["at once", "take_back", "copies", "noise"])
 def test_a_step_that_fails_leaves_no_sums_without_noise(where, optimizers, runs, recordings, monkeypatch):  # noqa: F811
     """Nobody knows of them any more, once the step counts as taken; any optimizer would release them."""
     model = fresh()
@@ -150,14 +150,19 @@ def test_a_step_that_fails_leaves_no_sums_without_noise(where, optimizers, runs,
     def out_of_memory(*args, **more):
         raise torch.OutOfMemoryError("no memory")
 
-    target = {"take_back": (Lending, "take_back"), "copies": (torch, "_foreach_zero_"), "noise": (update.Recorded, "release")}[where]
+    target = {
+        "at once": (in_loop.UpdateInLoop, "_make"),
+        "take_back": (Lending, "take_back"),
+        "copies": (torch, "_foreach_zero_"),
+        "noise": (update.Recorded, "release"),
+    }[where]
     if where == "copies":
-        private._intake.pending.sums.pop(id(parameters_of(private, 0)[0]))
+        private._intake.pending.sums.pop(id(updated_by(made[0])[0]))
     with monkeypatch.context() as patched:
         patched.setattr(*target, out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             made[0].step()
-    assert all(parameter.grad is None for parameter in parameters_of(private, 0)) and private.spent().steps == STEPS
+    assert all(parameter.grad is None for parameter in updated_by(made[0])) and private.spent().steps == STEPS
     private.discard()
     private.close()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -200,7 +200,7 @@ class PrivateTraining:
             release(self.clipping.sensitivity, self.position)
         except BaseException:
             if moves_weights:
-                self._updates.take_gradients_away(number)
+                self._updates.take_gradients_away(number)  # sums without noise, of which nobody will know any more
                 self._is_taken(number)
             raise
         self._is_taken(number)

@@ -70,8 +70,8 @@ class UpdateInLoop:
         self._like, self._room = (like, SumsRoom(parameters)) if self._has_room else ([], None)
 
     def _make(self, recorded: Recorded, sums: list[Tensor | None], sensitivity: float, step: int) -> None:
-        """Make the step, with new noise. First of all nobody finds the sums any more, whatever is raised."""
-        self._updates.take_gradients_away(self._number)
+        """Make the step, with new noise."""
+        self._updates.take_gradients_away(self._number)  # they take as much memory as the sums
         assert self._room is not None
         self._room.lending.take_back(but={id(total) for total in sums})
         with torch.no_grad():

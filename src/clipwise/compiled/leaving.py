@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -55,26 +56,15 @@ def _with_results_in(places: Mapping[int, Tensor], run: Run, done: Sequence[str]
     module: GraphModule = cast(Any, run).__self__
     here, copies = Graph(), dict[Node, Node]()
     nodes = {node.name: node for node in module.graph.nodes}
-    for node in module.graph.find_nodes(op="placeholder"):
-        copies[node] = here.node_copy(node)
     spots = {number: here.placeholder(f"place_{number}") for number in places}
     [(results,)] = [node.args for node in module.graph.find_nodes(op="output")]
     finished: dict[Node, list[int]] = {}
     for number in places:
         finished.setdefault(nodes[done[number]], []).append(number)
     for node in nodes.values():
-        if node.op not in ("placeholder", "output"):
+        if node.op != "output":
             copies[node] = here.node_copy(node, copies.__getitem__)
         for number in finished.get(node, ()):
             here.call_function(torch.Tensor.copy_, (spots[number], copies[results[number]]))
     here.output(tuple([spots.get(number, copies[result]) for number, result in enumerate(results)]))
-    return _Given(GraphModule(module, here).forward, tuple(places.values()))
-
-
-@dataclass(frozen=True)
-class _Given:
-    run: Run
-    last: tuple[Tensor, ...]
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return self.run(*tensors, *self.last)
+    return partial(GraphModule(module, here).forward, *places.values())
